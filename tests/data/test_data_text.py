@@ -15,7 +15,6 @@ import torch
 
 from shoal.data import Data, Prompt, ShardFeed, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
-from shoal.data.text.preferences import Pair
 from shoal.data.text.python_source import zen
 from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
@@ -357,16 +356,39 @@ def test_preferences_with_a_prompt_of_their_own(tmp_path: Path, make_run: Make) 
     assert {pair.rejected for pair in pairs} == {"no"}
 
 
-def test_preferences_as_messages(tmp_path: Path, make_run: Make) -> None:
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_preferences_as_messages(loss: str, tmp_path: Path, make_run: Make) -> None:
     question = {"role": "user", "content": "hi"}
     good, bad = ({"role": "assistant", "content": text} for text in ("good", "bad"))
-    rows = [{"chosen": [question, good], "rejected": [question, bad]}, {"prompt": [question], "chosen": [good], "rejected": [bad]}]
-    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows * 2))}
-    data = load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
-    assert {*data.train.pairs, *data.eval.pairs} == {Pair("\n\nHuman: hi\n\nAssistant:", " good", " bad")}
-    write_rows(tmp_path / "a.jsonl", [{"chosen": [{"role": "poet", "content": "x"}], "rejected": "y"}])
-    with pytest.raises(ShoalError, match=r"a\.jsonl:1: each message of `chosen` must have a `role`"):
-        load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
+    rows: list[Any] = [
+        {"chosen": [question, good], "rejected": [question, bad]},
+        {"prompt": [question], "chosen": [good], "rejected": [bad]},
+        {"prompt": "hi", "chosen": [good], "rejected": [bad]},
+        {"prompt": [question], "chosen": [question, good], "rejected": [question, bad]},
+    ]
+    if loss == "kto":
+        rows = [{"prompt": [question], "completion": [good], "label": True}, {"completion": [question, bad], "label": False}] * 2
+    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows))}
+    settings = {"model__kind": "gpt", "task__kind": "dpo", "task__loss": loss, "data__source": source}
+    data = load(make_run(**settings, data__chat_template="plain", data__max_eval_samples=1))
+    batch = data.train.batch(range(3))
+    prompt = "User: hi\nAssistant:"
+    if loss == "kto":
+        assert {*rows_of(batch)} <= {(prompt, " good\n"), (prompt, " bad\n")}
+    else:
+        assert rows_of(batch, "chosen_") == [(prompt, " good\n")] * 3
+        assert rows_of(batch, "rejected_") == [(prompt, " bad\n")] * 3
+    with pytest.raises(ShoalError, match="rows are conversations, and the tokenizer bytes has no chat template"):
+        load(make_run(**settings))
+    for row, message in (
+        ({"chosen": [{"role": "poet", "content": "x"}], "rejected": [good]}, r"a\.jsonl:1: each message of `chosen` must have a `role`"),
+        ({"chosen": [good], "rejected": "y"}, r"a\.jsonl:1: `rejected` must be a list of messages"),
+        ({"chosen": [good], "rejected": [bad]}, "an answer needs the messages before it"),
+        ({"prompt": [question], "chosen": "a", "rejected": "b"}, "the answers must be lists of messages, too"),
+    ):
+        write_rows(tmp_path / "a.jsonl", [row])
+        with pytest.raises(ShoalError, match=message):
+            load(make_run(**settings))
 
 
 def rows_of(batch: Any, side: str = "") -> list[tuple[str, str]]:
@@ -461,6 +483,12 @@ def test_prompts(tmp_path: Path) -> None:
     assert (found[0].columns, found[0].where) == ({"expected": 4, "context": "a number"}, f"{tmp_path / 'a.jsonl'}:1")
     with pytest.raises(ShoalError, match=r"c\.jsonl:1: `context` must be a text, and it is int"):
         read_prompts(write_rows(tmp_path / "c.jsonl", [{"prompt": "?", "context": 3}]), True)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    for row in ({"prompt": chat[:1]}, {"messages": chat}, {"prompt": chat}):
+        (prompt,) = read_prompts(write_rows(tmp_path / "d.jsonl", [row]))
+        assert prompt.text == "User: hi\nAssistant: "
+        assert prompt.conversation is not None
+        assert prompt.conversation.messages == chat[:1]
     with pytest.raises(ShoalError, match=r"b\.jsonl:1: `prompt` must be a text"):
         read_prompts(write_rows(tmp_path / "b.jsonl", [{"question": "?"}]))
 

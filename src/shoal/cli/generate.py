@@ -46,6 +46,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("run", metavar="RUN", nargs="?", help=MODEL_HELP)
     parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print the answers of two runs side by side")
     parser.add_argument("--prompt", default="", help="beginning of the text")
+    parser.add_argument("--chat", action="store_true", help="the prompt is what a user says; print the assistant's answer")
     parser.add_argument("--context", default="", help="context text for a model with cross-attention")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
     parser.add_argument("--decoding", choices=METHODS, help="how a token is chosen (default: the run's setting)")
@@ -57,6 +58,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         parser.error("name one RUN, or two with --compare BEFORE AFTER")
     if arguments.compare and arguments.grid:
         parser.error("--compare prints texts; --grid draws images")
+    if arguments.chat and not arguments.prompt:
+        parser.error("--chat needs a --prompt: what the user says")
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         parser.error("--max-new-tokens must be at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
@@ -80,7 +83,7 @@ def _draw(trained: TrainedModel, file: str) -> None:
 
 def _write(trained: TrainedModel, arguments: argparse.Namespace) -> None:
     pieces = _pieces(trained, arguments, arguments.seed)
-    sys.stdout.write(arguments.prompt + next(pieces, ""))  # nothing is written where the model cannot write
+    sys.stdout.write(("" if arguments.chat else arguments.prompt) + next(pieces, ""))  # nothing is written where the model cannot write
     sys.stdout.flush()
     for piece in pieces:
         sys.stdout.write(piece)
@@ -93,7 +96,7 @@ def _pieces(trained: TrainedModel, arguments: argparse.Namespace, seed: int) -> 
 
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
     decoding = _decoding(trained.run.serving.decoding, arguments)
-    given = {"max_new_tokens": count, "seed": seed, "decoding": decoding, "context": arguments.context}
+    given = {"max_new_tokens": count, "seed": seed, "decoding": decoding, "context": arguments.context, "chat": arguments.chat}
     return generate_text(trained, arguments.prompt, **given)
 
 

@@ -10,6 +10,7 @@ from shoal.data.retrieval.augmented_samples import RetrievalSamples, RetrievalSt
 from shoal.data.retrieval.finder import PassageFinder
 from shoal.data.retrieval.load_index import open_finder, retrieval_of
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_prompts
+from shoal.data.text.run_tokenizer import PromptEncoder
 from shoal.data.text.sources import reads_context
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 from shoal.data.unit_feed import UnitBatches
@@ -22,6 +23,7 @@ __all__ = [
     "PassageFinder",
     "PreferencePairs",
     "Prompt",
+    "PromptEncoder",
     "RetrievalSamples",
     "RetrievalStream",
     "SampleStream",

@@ -24,6 +24,8 @@ class Info(NamedTuple):
     """Finds passages for texts, where the model retrieves."""
     packs_documents: bool = False
     """Whether rows hold several documents that do not attend to each other."""
+    is_chat: bool = False
+    """Whether texts are conversations that a chat template renders."""
 
     @property
     def eos_id(self) -> int | None:

@@ -98,14 +98,22 @@ def preload_libraries(plan: StartPlan) -> None:
 
 
 def headline(plan: StartPlan, loop: TrainingLoop | CoordinatorLoop) -> str:
-    """One line for the user that describes the run that starts."""
-    rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
+    """A line for the user that describes the run that starts; where rows are conversations, another that says what was found in them."""
+    rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}{_conversations(loop.directory.path)}"
     if plan.mode is StartMode.COORDINATES:
         return f"{plan.run.strategy.kind}, {rest}"
     where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
     own = plan.run.model.kind in USER_KINDS
     what = type(loop.engine.task.players["model"]).__name__ if own else f"{plan.run.chosen_task.kind} ({plan.run.model.kind})"
     return f"{what} on {where}, {rest}"
+
+
+def _conversations(folder: Path) -> str:
+    from shoal.data.text.run_tokenizer import CONVERSATIONS
+    from shoal.runs.folder.run_reader import DATA
+
+    described = (DATA.read(folder / "data.json") or {}).get("name", "")
+    return f"\n{described}" if CONVERSATIONS in described else ""
 
 
 @contextmanager

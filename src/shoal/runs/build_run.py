@@ -314,13 +314,17 @@ def stream_text(
     seed: int,
     decoding: Any,
     beside: models.SideTexts | None = None,
+    prompt_ids: list[int] | None = None,
+    end_id: int | None = None,
 ) -> Iterator[str]:
-    """Yield the text that the model generates after a prompt. `beside`: side texts that the model reads."""
-    start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
+    """Yield the text that the model generates after a prompt. `beside`: side texts that the model reads; `prompt_ids`: the prompt as it is
+    encoded already; `end_id`: a further token that ends the text."""
+    start = [*tokenizer.opening, *tokenizer.encode(prompt)] if prompt_ids is None else prompt_ids
+    start = start or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
     text, prompts = data.StreamedText(tokenizer, start), torch.tensor([start])
     stream = models.generate(model, prompts, max_new_tokens=count, decoding=decoding, seed=seed, eos_id=tokenizer.eos_id, beside=beside)
     for token in stream:
-        if tokenizer.eos_id is not None and int(token) == tokenizer.eos_id:
+        if int(token) in (tokenizer.eos_id, end_id):
             return
         yield text.add(int(token))
     yield text.finish()

@@ -13,6 +13,7 @@ from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.load import ConfigFile, Override, resolve, resolve_data
 from shoal.config.schema.model import HuggingFace
+from shoal.data.text.documents import Conversation
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
@@ -149,15 +150,21 @@ def _evaluating(run: Run, shapes: DataShapes) -> tasks.Task:
 
 
 def generate_text(
-    trained: TrainedModel, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = ""
+    trained: TrainedModel, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = "", chat: bool = False
 ) -> Iterator[str]:
-    """Yield the text that the model generates after a prompt. `context`: a side text that the model reads."""
+    """Yield the text that the model generates after a prompt. `context`: a side text that the model reads; `chat`: the prompt is what a
+    user says, and the text is the assistant's answer."""
     if trained.tokenizer is None:
         raise ShoalError(f"a model of kind {trained.run.model.kind} does not write text; --grid draws images")
     if context and not getattr(getattr(trained.run.model, "cross_attention", None), "enabled", False):
         raise ShoalError("this model reads no context: it was trained without model.cross_attention.enabled")
     decoding, beside = decoding or trained.run.serving.decoding, side_texts_for(trained, context)
-    yield from stream_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)
+    ids, end = None, None
+    if chat:
+        encoder = data.PromptEncoder(trained.tokenizer)
+        messages = [{"role": "user", "content": prompt}]
+        ids, end = encoder.encode(data.Prompt(prompt, conversation=Conversation(messages, where="--chat"))), encoder.end_id
+    yield from stream_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside, ids, end)
 
 
 def side_texts_for(trained: TrainedModel, context: str = "") -> models.SideTexts | None:

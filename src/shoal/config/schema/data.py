@@ -99,9 +99,9 @@ class Snli(DataSource, built_by="shoal.data.text.sources:open_pairs"):
 
 
 class Preferences(DataSource, built_by="shoal.data.text.load_text:load_preferences"):
-    """Pairs of a chosen and a rejected answer, one JSON object a line: texts, or lists of messages with `role` and `content`; with a field
-    `prompt`, or as whole dialogues that share their beginning. The task language-modelling learns the chosen answers. For the loss kto also
-    single answers: `prompt`, `completion` and `label`, which is true for a good answer."""
+    """Pairs of a chosen and a rejected answer, one JSON object a line: texts, or lists of messages, which a chat template renders; with a
+    field `prompt`, or as whole dialogues that share their beginning. The task language-modelling learns the chosen answers. For the loss
+    kto also single answers: `prompt`, `completion` and `label`, which is true for a good answer."""
 
     kind: Literal["preferences"] = "preferences"
     has_pairs = True

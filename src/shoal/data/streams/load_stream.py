@@ -18,7 +18,7 @@ from shoal.data.text.documents import FEW, ChainedDocuments, Document, DocumentF
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.load_text import LoadedText, expect_contexts
 from shoal.data.text.mixture import probabilities
-from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun, text_info
+from shoal.data.text.run_tokenizer import CONVERSATIONS, contents, find_encoding, joined_name, noun, text_info
 from shoal.data.text.samples import TextSamples, joined, text_samples
 from shoal.errors import ShoalError
 
@@ -45,7 +45,7 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
     held = [_hold_out(part, encoding, -(-eval_count // len(parts)), run.seed) for part in parts]
     parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
     stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
-    info = text_info(f"{name}: {'rows are conversations; ' if chats else ''}a stream of {noun(encoding)}", encoding)
+    info = text_info(f"{name}: {f'{CONVERSATIONS}; ' if chats else ''}a stream of {noun(encoding)}", encoding)
     data = Data(stream, _held_out_samples([documents for _, _, documents in held], encoding, eval_count), info)
 
     def training_text() -> Iterable[Document]:

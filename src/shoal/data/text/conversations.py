@@ -42,8 +42,14 @@ def reader_of(row: Row) -> Callable[[Row, str], Conversation] | None:
     """Reads conversations from rows like this one; None: such rows are texts."""
     form, name = form_of(row), list_column(row) or ""
     if form == "messages":
-        return lambda other, where: Conversation(messages_of(other.get(name), name, where), _tools(other, where), where=where)
+        return lambda other, where: Conversation(messages_of(other.get(name), name, where), tools_of(other, where), where=where)
     return {"pair": _prompt_and_completion, "alpaca": _alpaca}[form] if form is not None else None
+
+
+def dialogue(messages: Sequence[Mapping[str, Any]], *, continues: bool = False) -> str:
+    """Messages in plain words, turn by turn, for a reader without a template. `continues`: up to where the assistant begins."""
+    turns = [f"{message['role'].capitalize()}: {message.get('content') or ''}" for message in messages]
+    return "\n".join([*turns, "Assistant: "] if continues else turns)
 
 
 def messages_of(value: object, name: str, where: str) -> list[dict[str, Any]]:
@@ -101,7 +107,7 @@ def _call(call: object, name: str, where: str) -> dict[str, Any]:
     return {**call, "function": plain} if "function" in call else plain
 
 
-def _tools(row: Row, where: str) -> list[Any] | None:
+def tools_of(row: Row, where: str) -> list[Any] | None:
     """The tools of a row, which some data sets write as a text."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
@@ -116,7 +122,7 @@ def _tools(row: Row, where: str) -> list[Any] | None:
 
 def _prompt_and_completion(row: Row, where: str) -> Conversation:
     prompt, completion = (messages_of(row.get(name), name, where) for name in PAIR)
-    return Conversation([*prompt, *completion], _tools(row, where), len(prompt), where)
+    return Conversation([*prompt, *completion], tools_of(row, where), len(prompt), where)
 
 
 def _alpaca(row: Row, where: str) -> Conversation:

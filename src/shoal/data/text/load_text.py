@@ -103,7 +103,11 @@ def load_preferences(source: Preferences, run: Run, request: DataRequest) -> Loa
             "{kind: dpo, loss: kto}"
         )
     encoding = find_encoding(
-        run, lambda: [text for row in rows.train for text in row if isinstance(text, str) and text], request.folder, request.token
+        run,
+        lambda: [text for row in rows.train for text in row if isinstance(text, str) and text],
+        request.folder,
+        request.token,
+        chats=rows.are_chats,
     )
     samples_of: Any = PreferencePairs if rows.are_pairs else LabelledAnswers
     train, held_out = samples_of(rows.train, encoding), samples_of(rows.held_out, encoding) if rows.held_out else None

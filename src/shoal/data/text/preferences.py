@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from shoal.config.fields import EMPTY
+from shoal.config.rules.chat_rows import list_column
 from shoal.config.schema.data import Preferences
 from shoal.data.interfaces import Batch, Indices, SelectableSamples, as_index
 from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of
-from shoal.data.text.documents import Document, origin_of
+from shoal.data.text.conversations import dialogue, messages_of, tools_of
+from shoal.data.text.documents import Conversation, Document, origin_of
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, encode, join, to_sample
 from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows
 from shoal.data.text.rows import CONTEXT
 from shoal.errors import ShoalError
 
 _TURN = "\n\nAssistant:"
-_ROLES = {"system": "", "user": "\n\nHuman: ", "assistant": f"{_TURN} "}
+"""What begins an answer in dialogues that are plain text."""
 _PROMPT, _COMPLETION, _LABEL = "prompt", "completion", "label"
 
 
@@ -31,15 +35,23 @@ class Pair(NamedTuple):
     rejected: str
     context: str = ""
     """The context of the prompt and of both answers."""
+    chats: tuple[Conversation, Conversation] | None = None
+    """Where the texts are conversations: the prompt's messages with those of either answer."""
 
     @property
     def origin(self) -> str:
         """The origin of both answers, so that neither retrieves passages from the chosen one."""
         return origin_of(self.prompt + self.chosen)
 
-    def document(self) -> Document:
-        """The chosen answer, to learn to write."""
-        return Document(self.chosen, self.prompt, origin=self.origin, context=self.context)
+    @property
+    def conversation(self) -> Conversation | None:
+        return self.chats[0] if self.chats is not None else None
+
+    def document(self, rejected: bool = False) -> Document:
+        """An answer after the prompt, to learn to write."""
+        return _document(self.prompt, self.rejected if rejected else self.chosen, self.chats and self.chats[rejected])._replace(
+            origin=self.origin, context=self.context
+        )
 
 
 class LabelledAnswer(NamedTuple):
@@ -49,14 +61,20 @@ class LabelledAnswer(NamedTuple):
     answer: str
     desirable: bool
     context: str = ""
+    conversation: Conversation | None = None
+    """Where the texts are a conversation: the messages of prompt and answer."""
 
     @property
     def origin(self) -> str:
         return origin_of(self.prompt + self.answer)
 
     def document(self) -> Document:
-        """The answer, to learn to write."""
-        return Document(self.answer, self.prompt, origin=self.origin, context=self.context)
+        """The answer after the prompt, to learn to write."""
+        return _document(self.prompt, self.answer, self.conversation)._replace(origin=self.origin, context=self.context)
+
+
+def _document(prompt: str, answer: str, chat: Conversation | None) -> Document:
+    return Document(answer, prompt) if chat is None else chat.document()
 
 
 class PreferencePairs(DocumentSamples, SelectableSamples):
@@ -68,8 +86,8 @@ class PreferencePairs(DocumentSamples, SelectableSamples):
     def __init__(self, pairs: Sequence[Pair], encoding: Encoding) -> None:
         self.pairs = list(pairs)
         self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
-        self._chosen = answer_samples([(pair.prompt, pair.chosen) for pair in pairs], encoding)
-        self._rejected = answer_samples([(pair.prompt, pair.rejected) for pair in pairs], encoding)
+        self._chosen = answer_samples([pair.document() for pair in pairs], encoding)
+        self._rejected = answer_samples([pair.document(rejected=True) for pair in pairs], encoding)
         self._contexts = _contexts([pair.context for pair in pairs], encoding)
         numbers = torch.arange(len(self.pairs))
         self.origins = Origins([pair.origin for pair in self.pairs], torch.stack([numbers, numbers], 1))
@@ -88,12 +106,17 @@ class PreferencePairs(DocumentSamples, SelectableSamples):
         return batch
 
     def select(self, indices: torch.Tensor) -> Self:
-        return type(self)([self.pairs[number] for number in indices.tolist()], self._encoding)
+        some, numbers = copy.copy(self), indices.tolist()
+        some.pairs, some._chosen, some._rejected = ([kept[one] for one in numbers] for kept in (self.pairs, self._chosen, self._rejected))
+        some._contexts = self._contexts and self._contexts.select(indices)
+        some.origins = self.origins.select(indices)
+        return some
 
     def unpaired(self) -> LabelledAnswers:
         """The chosen answers as good ones, and the rejected answers as bad ones."""
-        answers = [LabelledAnswer(pair.prompt, pair.chosen, True, pair.context) for pair in self.pairs]
-        answers += [LabelledAnswer(pair.prompt, pair.rejected, False, pair.context) for pair in self.pairs]
+        both = [(pair, pair.chats or (None, None)) for pair in self.pairs]
+        answers = [LabelledAnswer(pair.prompt, pair.chosen, True, pair.context, chats[0]) for pair, chats in both]
+        answers += [LabelledAnswer(pair.prompt, pair.rejected, False, pair.context, chats[1]) for pair, chats in both]
         return LabelledAnswers(answers, self._encoding)
 
 
@@ -104,7 +127,7 @@ class LabelledAnswers(SelectableSamples):
     def __init__(self, answers: Sequence[LabelledAnswer], encoding: Encoding) -> None:
         self.answers = list(answers)
         self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
-        self._tokens = _answer_tokens([(one.prompt, one.answer) for one in answers], encoding)
+        self._tokens = _answer_tokens([one.document() for one in answers], encoding)
         self._contexts = _contexts([one.context for one in answers], encoding)
         self._desirable_N = torch.tensor([one.desirable for one in answers], dtype=torch.bool)
 
@@ -129,28 +152,36 @@ class LabelledAnswers(SelectableSamples):
         return batch
 
     def select(self, indices: torch.Tensor) -> Self:
-        return type(self)([self.answers[number] for number in indices.tolist()], self._encoding)
+        some, numbers = copy.copy(self), indices.tolist()
+        some.answers, some._tokens = [self.answers[one] for one in numbers], [self._tokens[one] for one in numbers]
+        some._contexts, some._desirable_N = self._contexts and self._contexts.select(indices), self._desirable_N[indices]
+        return some
 
 
-def answer_samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Sample]:
+def answer_samples(documents: Sequence[Document], encoding: Encoding) -> list[Sample]:
     """Prompt and answer. Of a long prompt the end is kept; of a long answer the beginning."""
-    return [_answer_sample(tokens, encoding.sequence_length) for tokens in _answer_tokens(texts, encoding)]
+    return [_answer_sample(tokens, encoding.sequence_length) for tokens in _answer_tokens(documents, encoding)]
 
 
-def _answer_tokens(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Tokens]:
+def _answer_tokens(documents: Sequence[Document], encoding: Encoding) -> list[Tokens]:
+    """The tokens of prompts and answers. Holds: the last token is the end of the answer, whatever a template writes after it."""
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
-    return [join(some) for some in encode([Document(answer, prompt=prompt) for prompt, answer in texts], encoding, [end] * len(texts))]
+    encoded = [join(texts) for texts in encode(documents, encoding._replace(learn_from="completion"), [end] * len(documents))]
+    return [tokens.slice(0, len(tokens) - int(tokens.learned[::-1].argmax())) for tokens in encoded]
+
+
+def _prompt_length(tokens: Tokens) -> int:
+    return int(tokens.learned.argmax()) if tokens.learned.any() else len(tokens)
 
 
 def _answer_sample(tokens: Tokens, length: int) -> Sample:
-    prompt = int((~tokens.learned).sum())
-    start = max(0, min(len(tokens) - length - 1, prompt - 1))
+    start = max(0, min(len(tokens) - length - 1, _prompt_length(tokens) - 1))
     return to_sample(tokens.slice(start, start + length + 1))
 
 
 def _with_answer_of(one: Tokens, other: Tokens) -> Tokens:
     """The prompt of one text with the answer of another."""
-    return join([one.slice(0, int((~one.learned).sum())), other.slice(int((~other.learned).sum()), len(other))])
+    return join([one.slice(0, _prompt_length(one)), other.slice(_prompt_length(other), len(other))])
 
 
 def _contexts(texts: Sequence[str], encoding: Encoding) -> Contexts | None:
@@ -168,6 +199,10 @@ class PreferenceRows(NamedTuple):
     """The source's own held-out rows."""
     left_out: int
     """Pairs that are left out, since both answers are equal."""
+
+    @property
+    def are_chats(self) -> bool:
+        return any(row.conversation is not None for row in self.train)
 
     @property
     def are_pairs(self) -> bool:
@@ -218,53 +253,75 @@ def _context(row: dict[str, object], name: str | None, where: str) -> str:
 
 
 def _pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
+    if any(isinstance(row.get(name), list) for name in (source.chosen_field, source.rejected_field)):
+        return _chat_pair(row, where, source)
     chosen, rejected = (_written(row, name, where) for name in (source.chosen_field, source.rejected_field))
     prompt = _prompt_of(row, where)
     return _split(chosen, rejected) if prompt is None else Pair(prompt, _answer(chosen, prompt), _answer(rejected, prompt))
 
 
+def _chat_pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
+    """Two answers as messages, after a prompt of their own or after the messages that both begin with."""
+    chosen, rejected = (messages_of(row.get(name), name, where) for name in (source.chosen_field, source.rejected_field))
+    shared = sum(takewhile(bool, (one == other for one, other in zip(chosen, rejected, strict=False))))
+    prompt = _messages_before(row, chosen[: min(shared, len(chosen) - 1, len(rejected) - 1)], where)
+    answers = [_after(prompt, messages) for messages in (chosen, rejected)]
+    chats = [Conversation([*prompt, *answer], tools_of(row, where), len(prompt), where) for answer in answers]
+    return Pair(dialogue(prompt, continues=True), dialogue(answers[0]), dialogue(answers[1]), chats=(chats[0], chats[1]))
+
+
+def _messages_before(row: dict[str, object], shared: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """The messages of a prompt: its own field, or those that are shared. Raises ShoalError where there are none."""
+    given = row.get(_PROMPT)
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    prompt = messages_of(given, _PROMPT, where) if given is not None else shared
+    if not prompt:
+        raise ShoalError(f"{where}: an answer needs the messages before it: give them in `{_PROMPT}`, or begin both answers with them")
+    return prompt
+
+
+def _after(prompt: list[dict[str, Any]], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after the prompt, which they may repeat."""
+    return messages[len(prompt) :] if messages[: len(prompt)] == prompt and len(messages) > len(prompt) else messages
+
+
 def _labelled(row: dict[str, object], where: str) -> LabelledAnswer:
-    label, text, prompt = row[_LABEL], _written(row, _COMPLETION, where), _prompt_of(row, where)
+    label = row[_LABEL]
     if label not in (True, False):
         raise ShoalError(f"{where}: `{_LABEL}` must be true for a good answer or false for a bad one, and it is {label!r}")
+    if isinstance(row.get(_COMPLETION), list):
+        answer = messages_of(row[_COMPLETION], _COMPLETION, where)
+        before = _messages_before(row, answer[:-1], where)
+        answer = _after(before, answer)
+        chat = Conversation([*before, *answer], tools_of(row, where), len(before), where)
+        return LabelledAnswer(dialogue(before, continues=True), dialogue(answer), bool(label), conversation=chat)
+    text, prompt = _written(row, _COMPLETION, where), _prompt_of(row, where)
     whole = _split(text, text)
-    prompt, answer = (whole.prompt, whole.chosen) if prompt is None else (prompt, _answer(text, prompt))
-    return LabelledAnswer(prompt, answer, bool(label))
+    prompt, text = (whole.prompt, whole.chosen) if prompt is None else (prompt, _answer(text, prompt))
+    return LabelledAnswer(prompt, text, bool(label))
 
 
 def _prompt_of(row: dict[str, object], where: str) -> str | None:
     """The field `prompt`; None where the answer holds the prompt, too."""
     prompt = row.get(_PROMPT)
     if isinstance(prompt, list):
-        return _dialogue(prompt, _PROMPT, where) + _TURN
+        raise ShoalError(f"{where}: `{_PROMPT}` is a list of messages, so the answers must be lists of messages, too")
     return prompt if isinstance(prompt, str) else None
 
 
 def _answer(text: str, prompt: str) -> str:
-    """The text after the prompt, which the answer may repeat; of a message only its content."""
-    return text.removeprefix(prompt) if text.startswith(prompt) or not prompt.endswith(_TURN) else text.removeprefix(_TURN)
+    """The text after the prompt, which the answer may repeat."""
+    return text.removeprefix(prompt)
 
 
 def _written(row: dict[str, object], name: str, where: str) -> str:
-    """A field that is a text, or a list of messages. Raises ShoalError."""
+    """A field that is a text. Raises ShoalError."""
     value = row.get(name)
-    if isinstance(value, list) and value:
-        return _dialogue(value, name, where)
     if not isinstance(value, str) or not value:
         found = "there is none" if name not in row else "it is empty" if value in ("", []) else f"it is {type(value).__name__}"
         raise ShoalError(f"{where}: `{name}` must be a text, and {found}: the fields are {', '.join(f'`{key}`' for key in row)}")
     return value
-
-
-def _dialogue(messages: Sequence[object], name: str, where: str) -> str:
-    """Messages with a role and a content as a dialogue in plain text, turn by turn."""
-    turns = []
-    for message in messages:
-        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
-        if role not in _ROLES or not isinstance(content, str):
-            raise ShoalError(f"{where}: each message of `{name}` must have a `role` ({', '.join(_ROLES)}) and a `content` that is a text")
-        turns.append(f"{_ROLES[role]}{content}")
-    return "".join(turns)
 
 
 def _split(chosen: str, rejected: str) -> Pair:
@@ -288,10 +345,13 @@ class Prompt(NamedTuple):
     """The other fields of its row, for rewards; `answer` is called `expected`."""
     where: str = ""
     """Its file and line."""
+    conversation: Conversation | None = None
+    """Where the prompt is a conversation: its messages."""
 
 
 def read_prompts(path: str | Path, reads_context: bool = False) -> list[Prompt]:
-    """Prompts: lines of text, or JSON lines with a field `prompt`, optionally `answer` and, with `reads_context`, `context`."""
+    """Prompts: lines of text, or JSON lines with a field `prompt`, or with `messages`, whose last answer is left out; optionally `answer`
+    and, with `reads_context`, `context`."""
     prompts = [prompt for file in find_files(Path(path).expanduser()) for prompt in _prompts(file, reads_context)]
     if not prompts:
         raise ShoalError(f"there are no prompts in {path}")
@@ -306,11 +366,22 @@ def _prompts(file: Path, reads_context: bool) -> list[Prompt]:
         return [_prompt(row, where, reads_context) for row, where, _, _ in read_rows(file, content)]
 
 
+def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without the answers at their end."""
+    count = len(messages)
+    while count > 1 and messages[count - 1]["role"] == "assistant":
+        count -= 1
+    return messages[:count]
+
+
 def _prompt(row: dict[str, object], where: str, reads_context: bool) -> Prompt:
-    prompt, answer = row.get(_PROMPT), row.get("answer")
+    name = _PROMPT if _PROMPT in row else list_column(row) or _PROMPT
+    prompt, answer, chat = row.get(name), row.get("answer"), None
     if isinstance(prompt, list):
-        prompt = _dialogue(prompt, _PROMPT, where) + _TURN
+        messages = _asked(messages_of(prompt, name, where))
+        chat, prompt = Conversation(messages, tools_of(row, where), len(messages), where), dialogue(messages, continues=True)
     if not isinstance(prompt, str) or not prompt:
         raise ShoalError(f"{where}: `{_PROMPT}` must be a text: the fields are {', '.join(f'`{key}`' for key in row)}")
-    columns = {"expected" if name == "answer" else name: value for name, value in row.items() if name != _PROMPT}
-    return Prompt(prompt, None if answer is None else str(answer), _context(row, CONTEXT if reads_context else None, where), columns, where)
+    columns = {"expected" if column == "answer" else column: value for column, value in row.items() if column != name}
+    context = _context(row, CONTEXT if reads_context else None, where)
+    return Prompt(prompt, None if answer is None else str(answer), context, columns, where, chat)

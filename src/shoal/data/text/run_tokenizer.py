@@ -12,9 +12,15 @@ from shoal.data.loaded_data import Info
 from shoal.data.text.chat_template import ChatTemplate, read_template, template_of
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding
+from shoal.data.text.preferences import Prompt
 from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
 from shoal.data.text.tokenizers.interface import chat_time
 from shoal.errors import ShoalError
+
+CONVERSATIONS = "rows are conversations"
+"""In the description of data, where they are."""
+_CLOCK = "strftime_now"
+"""The function by which a template reads the time. A run records the time, so that its tokens stay the same."""
 
 
 def find_encoding(
@@ -30,17 +36,17 @@ def find_encoding(
         raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not define one")
     if data.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(read_template(data.chat_template))
-    template = _template(run, tokenizer) if chats else None
+    if tokenizer.chat_time is None and any(_CLOCK in source for source in tokenizer.chat_templates.values()):
+        tokenizer.chat_time = chat_time(data.chat_time or datetime.now().isoformat(), "data.chat_time")
+    template = _template(tokenizer) if chats else None
     packing = data.packing or ("documents" if chats else "stream")
     return Encoding(
         tokenizer, length, data.batching, data.padding_side, data.truncation, packing, template=template, learn_from=data.learn_from
     )
 
 
-def _template(run: Run, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a run's conversations, which reads one time as long as the run lasts. Raises ShoalError."""
-    if tokenizer.chat_time is None:
-        tokenizer.chat_time = chat_time(run.data.chat_time or datetime.now().isoformat(), "data.chat_time")
+def _template(tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of a run's conversations. Raises ShoalError where there is none."""
     template = template_of(tokenizer, tokenizer.chat_time)
     if template is None:
         raise ShoalError(
@@ -48,6 +54,33 @@ def _template(run: Run, tokenizer: Tokenizer) -> ChatTemplate:
             f"{', '.join(CHAT_TEMPLATES)}, or to a file"
         )
     return template
+
+
+class PromptEncoder:
+    """Prompts as the tokens that a model continues: rendered where they are conversations, else after what the tokenizer puts before every
+    text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._template: ChatTemplate | None = None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        if prompt.conversation is None:
+            return [*self.tokenizer.opening, *self.tokenizer.encode(prompt.text)]
+        return self.tokenizer.encode(self.template.prompt(prompt.conversation.messages, prompt.conversation.tools))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises ShoalError where there is none."""
+        self._template = self._template or _template(self.tokenizer)
+        return self._template
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends an answer in a conversation."""
+        end = self.template.end_of_turn
+        ids = self.tokenizer.encode(end) if end else []
+        return ids[0] if len(ids) == 1 else self.tokenizer.eos_id
 
 
 def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
@@ -66,7 +99,7 @@ def contents(documents: Iterable[Document]) -> Iterable[str]:
 def chat_note(documents: Sequence[Document]) -> str:
     """How many of the assistant's turns conversations have; empty: the documents are none."""
     chats = [document.conversation for document in documents if document.conversation is not None]
-    return f"rows are conversations: {sum(chat.assistant_turns for chat in chats):,} assistant turns; " if chats else ""
+    return f"{CONVERSATIONS}: {sum(chat.assistant_turns for chat in chats):,} assistant turns; " if chats else ""
 
 
 def noun(encoding: Encoding, count: int | None = None) -> str:
@@ -79,7 +112,8 @@ def noun(encoding: Encoding, count: int | None = None) -> str:
 def text_info(described: str, encoding: Encoding) -> Info:
     """What a run must know about samples of this encoding."""
     tokenizer = encoding.tokenizer
-    return Info("text", described, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, packs_documents=encoding.packs_documents)
+    whole, chats = encoding.packs_documents, encoding.template is not None
+    return Info("text", described, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, packs_documents=whole, is_chat=chats)
 
 
 def joined_name(names: Sequence[str]) -> str:

@@ -29,6 +29,8 @@ from shoal.config.fields import EMPTY
 from shoal.config.schema.rlhf import Rlhf
 from shoal.data.interfaces import State
 from shoal.data.splits import held_out_numbers
+from shoal.data.text.documents import Conversation
+from shoal.data.text.preferences import Pair
 from shoal.engines import Engine, World
 from shoal.engines.learners.answers import AnswerFeed
 from shoal.errors import ShoalError
@@ -68,6 +70,8 @@ class RolloutPrompt(NamedTuple):
     """The other columns of its row, for rewards."""
     where: str = ""
     """Its file and line."""
+    conversation: Conversation | None = None
+    """Where the prompt is a conversation: its messages."""
 
 
 def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[RolloutPrompt]]:
@@ -77,7 +81,8 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[
     if tokenizer is None:
         raise ShoalError("a policy needs text: data.source gives no tokens")
     if run.rlhf.prompts is not None:
-        asked = [_asked(prompt, tokenizer, longest) for prompt in data.read_prompts(run.rlhf.prompts, data.reads_context(run))]
+        encoder = data.PromptEncoder(tokenizer)
+        asked = [_asked(prompt, encoder, longest) for prompt in data.read_prompts(run.rlhf.prompts, data.reads_context(run))]
         if data.reads_context(run) and samples.info.finder is None and not any(one.context for one in asked):
             raise ShoalError(
                 f"model.cross_attention.enabled: there is nothing to attend to: no prompt of {run.rlhf.prompts} has a `context`, and "
@@ -85,13 +90,15 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[
             )
         held = held_out_numbers(len(asked), run.seed) if len(asked) > 1 else np.zeros(1, np.bool_)
         return [one for one, out in zip(asked, held, strict=True) if not out], [one for one, out in zip(asked, held, strict=True) if out]
+    if samples.info.is_chat and run.data.source is not None and not run.data.source.has_pairs:
+        raise ShoalError("the rows of data.source are conversations: name their file in rlhf.prompts, too, to ask what they ask last")
     return _beginnings(samples.train, tokenizer, run), _beginnings(samples.eval, tokenizer, run)[:_HELD_OUT]
 
 
-def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> RolloutPrompt:
-    context_ids = tuple(tokenizer.encode(prompt.context)) if prompt.context else ()
-    ids = tokenizer.encode(prompt.text)[-longest:]
-    return RolloutPrompt(ids, prompt.text, prompt.answer, prompt.context, context_ids, own, prompt.columns, prompt.where)
+def _asked(prompt: data.Prompt, encoder: data.PromptEncoder, longest: int, own: tuple[str, ...] = ()) -> RolloutPrompt:
+    context_ids = tuple(encoder.tokenizer.encode(prompt.context)) if prompt.context else ()
+    given = prompt.text, prompt.answer, prompt.context, context_ids, own, prompt.columns, prompt.where, prompt.conversation
+    return RolloutPrompt(encoder.encode(prompt)[-longest:], *given)
 
 
 def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[RolloutPrompt]:
@@ -103,8 +110,13 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[Rollo
     if isinstance(samples, (data.RetrievalSamples, data.RetrievalStream)):  # passages are found when a prompt is answered
         samples = samples.inner
     if isinstance(samples, data.PreferencePairs):
-        prompts = [(data.Prompt(pair.prompt, context=pair.context), (pair.origin,)) for pair in samples.pairs if pair.prompt]
-        return [_asked(prompt, tokenizer, longest, own) for prompt, own in prompts]
+        encoder = data.PromptEncoder(tokenizer)
+        prompts = [
+            (data.Prompt(pair.prompt, context=pair.context, conversation=_prompt_of(pair)), (pair.origin,))
+            for pair in samples.pairs
+            if pair.prompt
+        ]
+        return [_asked(prompt, encoder, longest, own) for prompt, own in prompts]
     batch, origins = _first_of_stream(samples, run) if isinstance(samples, data.SampleStream) else _spread_over(samples)
     found = []
     for row, own in enumerate(origins):
@@ -115,6 +127,12 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[Rollo
         context_ids = [token for token in batch["context_ids"][row, 0].tolist() if token >= 0] if "context_ids" in batch else []
         found.append(RolloutPrompt(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
     return found
+
+
+def _prompt_of(pair: Pair) -> Conversation | None:
+    """The prompt of a pair whose answers are messages."""
+    chat = pair.conversation
+    return chat and chat._replace(messages=chat.messages[: chat.prompt_messages])
 
 
 def _spread_over(samples: data.Samples) -> tuple[Batch, list[tuple[str, ...]]]:
@@ -185,7 +203,8 @@ class RolloutFeed(AnswerFeed):
         self.seed, self.batches_per_step = run.seed, run.training.gradient_accumulation_steps
         self.warn: Callable[[str], None] = lambda text: None
         self.task, self.tokenizer, self.reward = task, tokenizer, reward
-        self.eos_id, self.pad_id = tokenizer.eos_id, tokenizer.pad_id
+        chats = any(one.conversation is not None for one in prompts)
+        self.eos_id, self.pad_id = data.PromptEncoder(tokenizer).end_id if chats else tokenizer.eos_id, tokenizer.pad_id
         self.prompts, self.held_out = list(prompts), list(held_out)
         self._read_with(finder)
         self.reference = reference or Reference(task.players["model"])
@@ -411,7 +430,8 @@ class RolloutFeed(AnswerFeed):
         found = []
         for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
             ids = [token for token in row_T[real_T].tolist() if token != self.eos_id]
-            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer, one.context, one.own, one.columns, one.where))
+            text = self.tokenizer.decode(ids)
+            found.append(Answer(one.text, text, one.answer, one.context, one.own, one.columns, one.where, one.conversation))
         return found
 
     def _paired(self, rollout: Rollout) -> Batch:

@@ -11,6 +11,8 @@ import torch
 
 from shoal.config import Run
 from shoal.config.schema.rlhf import ClassifierReward
+from shoal.data import load_tokenizer
+from shoal.data.text.chat_template import ChatTemplate, RenderRequest, plain_template, template_of
 from shoal.engines import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
@@ -32,17 +34,39 @@ def build(settings: ClassifierReward, run: Run) -> Score:
         raise ShoalError(f"rlhf.reward.label: {settings.model} has {labels} labels: say which of them is to be probable, from 0 on")
     max_tokens = _max_tokens(model, tokenizer)
 
+    read = _Reader(settings.model, token)
+
     @torch.no_grad()
     def score(answers: Sequence[Answer]) -> list[float]:
         found: list[float] = []
         for start in range(0, len(answers), _AT_ONCE):
-            texts = [one.prompt + one.text for one in answers[start : start + _AT_ONCE]]
-            batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=max_tokens).to(device)
+            some = answers[start : start + _AT_ONCE]
+            lengths = {"padding": True, "truncation": True, "max_length": max_tokens}
+            texts, complete = read.texts(some)
+            batch = tokenizer(texts, return_tensors="pt", add_special_tokens=not complete, **lengths).to(device)
             logits_BC = model(**batch).logits.float()
             found += (logits_BC[:, 0] if settings.label is None else logits_BC.log_softmax(-1)[:, settings.label]).tolist()
         return found
 
     return score
+
+
+class _Reader:
+    """Prompts and answers as the classifier reads them."""
+
+    def __init__(self, name: str, token: str | None) -> None:
+        self._name, self._token = name, token
+        self._template: ChatTemplate | None = None
+
+    def texts(self, answers: Sequence[Answer]) -> tuple[list[str], bool]:
+        """The texts, and whether a template wrote them with their special tokens."""
+        chats = [chat for answer in answers if (chat := answer.whole()) is not None]
+        if len(chats) < len(answers):
+            return [one.prompt + one.text for one in answers], False
+        if self._template is None:
+            tokenizer = load_tokenizer(self._name, token=self._token)
+            self._template = template_of(tokenizer) or plain_template(tokenizer)
+        return [one.text for one in self._template.render([RenderRequest(chat.messages, chat.tools) for chat in chats])], True
 
 
 def _max_tokens(model: Any, tokenizer: Any) -> int:

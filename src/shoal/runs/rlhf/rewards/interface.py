@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.config.fields import EMPTY
+from shoal.data.text.documents import Conversation
 from shoal.errors import ShoalError, printable
 
 _SHOWN = 60
@@ -28,10 +29,19 @@ class Answer(NamedTuple):
     """The other columns of the prompt's row; its `answer` is called `expected`."""
     where: str = ""
     """File and line of the prompt, where it has them."""
+    conversation: Conversation | None = None
+    """Where the prompt is a conversation: its messages. `prompt` is then the dialogue in plain words."""
 
     def __str__(self) -> str:
         prompt, text = (printable(one if len(one) <= _SHOWN else f"{one[:_SHOWN]}…") for one in (self.prompt, self.text))
         return f"{f'{self.where}, ' if self.where else ''}the prompt {prompt!r} and the answer {text!r}"
+
+    def whole(self) -> Conversation | None:
+        """The conversation with the answer; None: the prompt is a text."""
+        chat = self.conversation
+        return chat and chat._replace(
+            messages=[*chat.messages, {"role": "assistant", "content": self.text}], prompt_messages=len(chat.messages)
+        )
 
 
 def filled(question: str, answer: Answer) -> str:

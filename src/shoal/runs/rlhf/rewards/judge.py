@@ -13,6 +13,7 @@ from shoal import data
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import JudgeReward
+from shoal.data.text.chat_template import template_of
 from shoal.errors import ShoalError
 from shoal.models.generation.batch_sampling import pad_prompts
 from shoal.models.huggingface import pretrained
@@ -23,7 +24,9 @@ from shoal.runs.trained_model import open_run
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used, log_probs
 from shoal.tasks.base import IGNORED
 
-_WORDS = (" yes", " no")
+_WORDS = ((" yes",), (" no",))
+_WORDS_OF_CHAT = (("yes", "Yes"), ("no", "No"))
+"""The words with which an assistant's turn begins."""
 _AT_ONCE = 8
 
 
@@ -31,16 +34,24 @@ def build(settings: JudgeReward, run: Run) -> Score:
     if settings.address is not None:
         return ask(settings)
     model, tokenizer = _judge(settings, run)
-    words = [tokenizer.encode(word) for word in _WORDS]
-    max_tokens = (getattr(model, "max_seq_len", None) or 4096) - max(map(len, words))
+    template = template_of(tokenizer, tokenizer.chat_time)
+    words = [[tokenizer.encode(word) for word in same] for same in (_WORDS if template is None else _WORDS_OF_CHAT)]
+    max_tokens = (getattr(model, "max_seq_len", None) or 4096) - max(len(word) for same in words for word in same)
+
+    def ids_of(question: str) -> list[int]:
+        """The question; for a model that is tuned to chat, as what its user says."""
+        if template is None:
+            return [*tokenizer.opening, *tokenizer.encode(question)]
+        return tokenizer.encode(template.prompt([{"role": "user", "content": question}]))
 
     def score(answers: Sequence[Answer]) -> list[float]:
         asked = [filled(settings.question, answer) for answer in answers]
-        questions = [tokenizer.encode(text)[-max_tokens:] for text in asked]
+        questions = [ids_of(text)[-max_tokens:] for text in asked]
         found: list[float] = []
         for start in range(0, len(questions), _AT_ONCE):
             some = questions[start : start + _AT_ONCE]
-            yes_B, no_B = (_how_probable(model, some, word, tokenizer.pad_id) for word in words)
+            each = [torch.stack([_how_probable(model, some, word, tokenizer.pad_id) for word in same]) for same in words]
+            yes_B, no_B = (one.logsumexp(0) for one in each)
             found += torch.sigmoid(yes_B - no_B).tolist()
         return found
 

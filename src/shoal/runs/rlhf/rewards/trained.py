@@ -9,6 +9,8 @@ import torch
 from shoal import data
 from shoal.config import Run
 from shoal.config.schema.rlhf import TrainedReward
+from shoal.data.text.chat_template import template_of
+from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding, collate
 from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import make_side_texts, side_text_columns
@@ -27,7 +29,7 @@ def build(settings: TrainedReward, run: Run) -> Score:
     task, tokenizer = trained.task, trained.tokenizer
     if not isinstance(task, RewardModelTask) or tokenizer is None:
         raise ShoalError(f"rlhf.reward.run: the run at {settings.run} learned {trained.run.chosen_task.kind}, not reward")
-    encoding = Encoding(tokenizer, trained.run.data.sequence_length or 128, "dynamic")
+    encoding = Encoding(tokenizer, trained.run.data.sequence_length or 128, "dynamic", template=template_of(tokenizer, tokenizer.chat_time))
     model = task.players["model"]
     device = next(model.parameters()).device
 
@@ -36,7 +38,11 @@ def build(settings: TrainedReward, run: Run) -> Score:
 
     def text_of(answers: Sequence[Answer]) -> PromptAnswers:
         """Answers as the reward model reads them, with their side texts."""
-        batch = collate(data.answer_samples([(answer.prompt, answer.text) for answer in answers], encoding), encoding)
+        chats = [answer.whole() for answer in answers]
+        documents = [
+            Document(answer.text, answer.prompt) if chat is None else chat.document() for answer, chat in zip(answers, chats, strict=True)
+        ]
+        batch = collate(data.answer_samples(documents, encoding), encoding)
         text = PromptAnswers.of({name: value.to(device) for name, value in batch.items()})
         contexts = [tokenizer.encode(answer.context) if answer.context else [] for answer in answers] if context else ()
         beside = make_side_texts(finder, contexts, [answer.own for answer in answers])
