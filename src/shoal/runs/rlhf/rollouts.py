@@ -129,6 +129,12 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[Rollo
     return found
 
 
+def _end_of_answers(tokenizer: data.Tokenizer, prompts: Sequence[RolloutPrompt]) -> int | None:
+    """The token after which an answer is over: of conversations the one that ends the assistant's turn."""
+    chats = any(prompt.conversation is not None for prompt in prompts)
+    return data.PromptEncoder(tokenizer).end_id if chats else tokenizer.eos_id
+
+
 def _prompt_of(pair: Pair) -> Conversation | None:
     """The prompt of a pair whose answers are messages."""
     chat = pair.conversation
@@ -203,8 +209,7 @@ class RolloutFeed(AnswerFeed):
         self.seed, self.batches_per_step = run.seed, run.training.gradient_accumulation_steps
         self.warn: Callable[[str], None] = lambda text: None
         self.task, self.tokenizer, self.reward = task, tokenizer, reward
-        chats = any(one.conversation is not None for one in prompts)
-        self.eos_id, self.pad_id = data.PromptEncoder(tokenizer).end_id if chats else tokenizer.eos_id, tokenizer.pad_id
+        self.eos_id, self.pad_id = _end_of_answers(tokenizer, prompts), tokenizer.pad_id
         self.prompts, self.held_out = list(prompts), list(held_out)
         self._read_with(finder)
         self.reference = reference or Reference(task.players["model"])
