@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from shoal.coordinator.audit.files import gather_from, gather_receipts
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.audit.units import LagRule
 from shoal.errors import ShoalError
+from shoal.reporters.progress import progress_for
 from shoal.runs import worker_run as joining
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.coordinator_run import CoordinatorLoop
@@ -351,6 +353,23 @@ def test_the_teacher_sees_the_class_from_the_database_alone(school: School, caps
     assert "has ended: completed" in output
     assert {"w0", "w1"} <= set(output.split())
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_on_the_terminal_leaves_the_coordinators_connection_alone(school: School, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal: Any = io.StringIO()
+    terminal.isatty = lambda: True
+    shown = progress_for(terminal, "INFO", cluster=True)
+    shown.refreshes_per_s = 100.0
+    coordinating = school.coordinate({"training": {"batch_size": 32, "epochs": 1}})
+    board: Any = coordinating.loop.members.board
+    read, threads = board.workers, set[threading.Thread]()
+    monkeypatch.setattr(board, "workers", lambda: threads.add(threading.current_thread()) or read())
+    coordinating.loop.recorder.reporters.append(shown)
+    school.worker("mia")
+    train(coordinating)
+    school.finish()
+    assert "mia" in terminal.getvalue()
+    assert threads == {threading.current_thread()}
 
 
 def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> None:

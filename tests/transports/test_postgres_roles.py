@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -210,6 +212,20 @@ def test_a_role_of_another_kind_loses_what_it_could(database: Database) -> None:
             schema.grant(owner, "student", None, "teacher")
         with pytest.raises(ShoalError, match="needs a password"):
             schema.grant(owner, "nobody_yet", None, "student")
+
+
+def test_a_role_is_granted_while_a_student_enrolls(database: Database) -> None:
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
+    verifier = "SCRAM-SHA-256$4096:c2FsdA==$" + ":".join([base64.b64encode(bytes(32)).decode()] * 2)
+    with database.connect() as owner, database.connect() as teacher, database.connect("class") as newcomer:
+        with ThreadPoolExecutor(1) as thread:
+            with newcomer.transaction():
+                newcomer.execute("SELECT shoal.enroll('newcomer', %s)", (verifier,))
+                granted = thread.submit(schema.grant, teacher, "class", None, "class")
+                while not granted.done() and owner.execute(waiting, (teacher.info.backend_pid,)).fetchone() != (1,):
+                    pass
+            granted.result()
+        owner.execute("SELECT shoal.drop_student('student-newcomer')")  # roles belong to the whole server
 
 
 # --- who is not let in --------------------------------------------------------------------------------------

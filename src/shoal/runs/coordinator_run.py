@@ -90,7 +90,7 @@ class CoordinatorLoop(RecordedLoop):
         self.policies, self.coordinator, self.learner = policies, coordinator, learner
         self.server, self.store, self.board = storage.server, storage.store, storage.board
         self.members = MemberOverview(coordinator, storage.board, self.message)
-        self.recorder.members, self.recorder.blackboard = self.members.members, storage.server
+        self.recorder.members, self.recorder.blackboard = lambda: self.members.latest, storage.server
         self.traffic = TrafficTotals(storage.server.traffic, coordinator)
         self.privacy = PrivacyBudget(parts.run, coordinator, policies, length, storage.board)
         self.status = StatusWriter(self.recorder, coordinator, length, self.members, self.traffic)

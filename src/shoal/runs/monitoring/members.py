@@ -45,18 +45,19 @@ class MemberOverview:
         """`tell`: receives a notice for each worker that joins or leaves a class."""
         self.coordinator, self.board, self.tell = coordinator, board, tell
         self.arrivals = ArrivalNotices()
-        self._lessees: list[dict[str, Any]] = []
+        self.latest = Members([], in_database=board is not None)
+        """The rows of the last `read`, which any thread may look at."""
         self._next_query_at = 0.0
 
-    def members(self) -> Members:
-        """The current rows. The database is queried at most once a second."""
+    def read(self) -> Members:
+        """The current rows. Belongs to the thread that coordinates. The database is queried at most once a second."""
         if self.board is None:
-            return Members(self._with_tasks(self.coordinator.members.table()), in_database=False)
-        if time.monotonic() >= self._next_query_at:
-            self._lessees, self._next_query_at = self.board.workers(), time.monotonic() + _QUERY_EVERY_S
-            for notice in self.arrivals.update(self._lessees):
+            self.latest = Members(self._with_tasks(self.coordinator.members.table()), in_database=False)
+        elif time.monotonic() >= self._next_query_at:
+            self.latest, self._next_query_at = Members(self.board.workers(), in_database=True), time.monotonic() + _QUERY_EVERY_S
+            for notice in self.arrivals.update(self.latest.rows):
                 self.tell(notice)
-        return Members(self._lessees, in_database=True)
+        return self.latest
 
     def _with_tasks(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows with each worker's task, where a scheduler assigns tasks."""

@@ -106,7 +106,7 @@ class Recorder:
         self.loss = LossProgress()
         self.resumed_from: str | None = None
         self.members: Callable[[], Members] | None = None
-        """The workers of a run with workers."""
+        """The workers of a run with workers, as they were a second ago at most. Any thread may ask."""
         self.blackboard: Any = None
         """The server of a run with workers; a database among them shows the run's figures to all workers."""
         self.events: deque[dict[str, Any]] = deque(maxlen=_RECENT_EVENTS)

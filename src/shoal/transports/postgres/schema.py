@@ -60,6 +60,7 @@ def init(connection: Connection) -> int:
             if number > version:
                 connection.execute(statements.encode())
                 connection.execute("INSERT INTO shoal.migrations (version) VALUES (%s)", (number,))
+        _wait_for_enrollments(connection)
         connection.execute("DELETE FROM shoal.student_functions")
         connection.execute("INSERT INTO shoal.student_functions SELECT unnest(%s::text[])", (list(STUDENTS_FUNCTIONS),))
         revoke_defaults(connection)
@@ -105,6 +106,7 @@ def grant(connection: Connection, role: str, password: str | None, kind: str) ->
         raise ShoalError(f"`{kind}` is no kind of role: {', '.join(KINDS)} are")
     name = sql.Identifier(role)
     with connection.transaction():
+        _wait_for_enrollments(connection)
         if not connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,)).fetchone():
             if password is None:
                 raise ShoalError(f"there is no role {role} yet: a new one needs a password")
@@ -122,6 +124,7 @@ def grant(connection: Connection, role: str, password: str | None, kind: str) ->
 def revoke(connection: Connection, role: str) -> None:
     """Shut a role out: it may no longer log in, and its connections are ended. `grant` with a password lets it in again."""
     with connection.transaction():
+        _wait_for_enrollments(connection)
         if not connection.execute("DELETE FROM shoal.roles WHERE name = %s RETURNING 1", (role,)).fetchone():
             known = [name for (name,) in connection.execute("SELECT name FROM shoal.roles ORDER BY name").fetchall()]
             raise ShoalError(f"`{role}` was not let in here; there are {', '.join(known) or 'none'}")
@@ -147,6 +150,11 @@ def describe(connection: Connection) -> dict[str, Any]:
         "roles": dict(connection.execute("SELECT name, kind FROM shoal.roles").fetchall()),
         "orphans": _value(connection, "SELECT count(*) FROM shoal.orphans()"),
     }
+
+
+def _wait_for_enrollments(connection: Connection) -> None:
+    """Until this transaction ends, no student enrolls: of two transactions that change rights on one function, PostgreSQL ends one."""
+    connection.execute("SELECT pg_advisory_xact_lock(hashtext('shoal.enroll'))")
 
 
 def _allow(connection: Connection, role: str, kind: str) -> None:
