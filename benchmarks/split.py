@@ -18,10 +18,10 @@ from run import Row
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
 from shoal.config.schema.serving import Serving
+from shoal.data.text.chat_template import plain_template
 from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
-from shoal.serve.api.chat_format import ChatTemplate
 from shoal.serve.batching import BatchingEngine, GenerationJob
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.distributed_model import DistributedModel
@@ -69,7 +69,7 @@ def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
     server = serve(Zmq(port=0), ListenOptions(("127.0.0.1",), token, None, 1 << 26))
     described = describe_own_model(SETTINGS, model)
     served = ServedModel(
-        "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
+        "bench", model, ByteTokenizer(), plain_template(ByteTokenizer()), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
     )
     stages = DistributedModel(served, server, lambda text: None)
     stages.placement.planner = kind(stages.placement.planner.sizes, stages.placement.planner.bytes_of_one, 0)
