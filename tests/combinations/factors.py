@@ -98,6 +98,9 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "Muon": {"training.optimizer.name": "Muon"},
         "fp8-moments": {"training.optimizer.moments": "fp8"},
     },
+    "schedule": {"constant": {}, "wsd": {"training.schedule.kind": "wsd", "training.schedule.decay_steps": 1}},
+    "ema": {"off": {}, "on": {"training.ema.decay": 0.5}},
+    "best": {"off": {}, "on": {"training.early_stopping.patience": 2}},
     "accumulation": {"off": {}, "on": {"training.gradient_accumulation_steps": 2, "training.gradient_health.enabled": True}},
     "engine": {
         "single": {},

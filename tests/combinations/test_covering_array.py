@@ -16,6 +16,7 @@ import yaml
 from shoal.cli.main import main
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights
 from shoal.runs.folder.run_reader import read_summary
+from shoal.runs.monitoring.best_weights import find_weights
 from tests.combinations.array import ROWS, all_pairs, objection
 from tests.combinations.factors import DEFAULTS, Row, pairs_of, settings_of
 from tests.combinations.inputs import placed, write_inputs
@@ -79,7 +80,7 @@ def check_run(folder: Path) -> None:
         assert all(value.isfinite().all() for value in find_checkpoint(str(phase), print).weights.values() if value.is_floating_point())
     if (folder / "base").is_dir():
         began = load_weights(folder / "policy" / "start.safetensors")
-        base = find_checkpoint(str(folder / "base"), print).weights
+        base = find_weights(str(folder / "base"), print).weights_to_use
         assert all(value.equal(base[name]) for name, value in began.items())
 
 
