@@ -21,6 +21,7 @@ from shoal.errors import ShoalError
 from shoal.models import build, generate
 from shoal.models.generation.batch_sampling import sample
 from shoal.models.generation.decoding import group_draws
+from shoal.models.huggingface.model import HuggingFace as HuggingFaceModel
 from shoal.models.layers.value_head import ScoreModel
 from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import build as build_task
@@ -209,6 +210,29 @@ def test_lora_trains_little_and_starts_at_the_model(shapes, folder):
             parameter.add_(1.0)
     assert not torch.allclose(model(prompt()), plain(prompt()))
     check_recomputed(model, steps=5)
+
+
+@pytest.mark.parametrize("variant", [{"rslora": True}, {"dora": True}, {"rslora": True, "dora": True}], ids=["rslora", "dora", "both"])
+def test_variants_of_lora_are_those_of_peft(shapes, folder, tmp_path, variant):
+    peft = pytest.importorskip("peft")
+    plain = built(shapes, folder).eval()
+    model = built(shapes, folder, lora=schema.Lora(rank=4, alpha=6.0, **variant)).eval()
+    torch.testing.assert_close(model(prompt()), plain(prompt()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) * parameter.requires_grad)
+    model.save_adapters(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (saved["use_rslora"], saved["use_dora"]) == (variant.get("rslora", False), variant.get("dora", False))
+    expected = peft.PeftModel.from_pretrained(plain.inner, tmp_path).eval()(prompt()).logits
+    torch.testing.assert_close(model(prompt()), expected)
+    ordinary = built(shapes, folder, lora=schema.Lora(rank=4, alpha=6.0)).eval()
+    with torch.no_grad():
+        given = dict(model.named_parameters())
+        for name, parameter in ordinary.named_parameters():
+            parameter.copy_(given[name])
+    assert not torch.allclose(ordinary(prompt()), expected)
+    torch.testing.assert_close(HuggingFaceModel(model.merged())(prompt()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lora_goes_where_it_is_told(shapes, gpt2):

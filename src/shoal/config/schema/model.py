@@ -220,7 +220,11 @@ class Lora(Section):
     rank: PositiveInt = 8
     """Rank of the matrices."""
     alpha: PositiveFloat = 16.0
-    """Scale of their output, divided by the rank."""
+    """Scale of their output, divided by the rank, or by its square root with `rslora`."""
+    rslora: bool = False
+    """Rank-stabilised LoRA: alpha is divided by the square root of the rank, so that a high rank does not weaken the update."""
+    dora: bool = False
+    """DoRA: learn the norm of each row of the changed weight apart from its direction; slower, and often better at a low rank."""
     dropout: Share = 0.0
     """Share of their input dropped while training."""
     target_modules: tuple[str, ...] = ()

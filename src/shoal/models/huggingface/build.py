@@ -53,6 +53,8 @@ def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=list(lora.target_modules) or None,
     )
     try:
