@@ -74,6 +74,28 @@ def test_every_batch_of_every_epoch_is_learned_from_once(school: School) -> None
     assert counts.get("pending", 0) == counts.get("claimed", 0) == 0
 
 
+def test_a_round_and_the_end_of_the_results_that_it_is_made_of_are_one_transaction(school: School) -> None:
+    """What counts as waiting for a round is what the database still holds: a result must not be seen there and in a closed round."""
+    coordinating = school.coordinate({"strategy": {"kind": "workunits", "batches_per_unit": 4, "units_per_update": 2}})
+    leases = coordinating.loop.driver.leases
+    assert leases is not None
+    consume, closed_before = leases.database.consume, list[bool]()
+
+    def consume_checked(request: Any) -> None:
+        header = request.message.header
+        closed_before.append(covered(school)[header["epoch"], header["start"]] > 0)
+        consume(request)
+
+    leases.database.consume = consume_checked  # type: ignore[method-assign]
+    for number in range(2):
+        school.worker(f"w{number}")
+    train(coordinating)
+    school.finish()
+    assert closed_before
+    assert not any(closed_before)
+    assert school.ask("SELECT * FROM shoal.contributions") == []
+
+
 def test_with_more_workers_than_a_round_needs_late_results_are_dropped_and_counted(school: School) -> None:
     coordinating = school.coordinate({"strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": 3}})
     seen: list[dict[str, int]] = []
