@@ -52,7 +52,8 @@ class Counting(SFTTrainer):
         return super().training_step(model, inputs, *rest)
 settings = SFTConfig(output_dir=asked["out"], max_steps=asked["steps"], per_device_train_batch_size=asked["batch"],
     max_length=asked["length"],
-    packing=asked["packed"], assistant_only_loss=True, learning_rate=1e-4, lr_scheduler_type="constant", logging_strategy="no", report_to=[],
+    packing=asked["packed"], assistant_only_loss=True, learning_rate=1e-4, lr_scheduler_type="constant", logging_strategy="no",
+    report_to=[],
     save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=0, disable_tqdm=True, max_grad_norm=1.0)
 lora = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]) if asked["lora"] else None
 model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)

@@ -79,11 +79,12 @@ def test_a_round_and_the_end_of_the_results_that_it_is_made_of_are_one_transacti
     coordinating = school.coordinate({"strategy": {"kind": "workunits", "batches_per_unit": 4, "units_per_update": 2}})
     leases = coordinating.loop.driver.leases
     assert leases is not None
-    consume, closed_before = leases.database.consume, list[bool]()
+    consume, consumed = leases.database.consume, list[tuple[int, int]]()
 
     def consume_checked(request: Any) -> None:
         header = request.message.header
-        closed_before.append(covered(school)[header["epoch"], header["start"]] > 0)
+        consumed.append((header["epoch"], header["start"]))
+        assert covered(school)[consumed[-1]] == 0, "another connection sees the closed round already"
         consume(request)
 
     leases.database.consume = consume_checked  # type: ignore[method-assign]
@@ -91,8 +92,7 @@ def test_a_round_and_the_end_of_the_results_that_it_is_made_of_are_one_transacti
         school.worker(f"w{number}")
     train(coordinating)
     school.finish()
-    assert closed_before
-    assert not any(closed_before)
+    assert {covered(school)[place] for place in consumed} == {1}
     assert school.ask("SELECT * FROM shoal.contributions") == []
 
 
