@@ -120,6 +120,14 @@ def test_the_first_round_waits_for_those_who_are_expected() -> None:
     assert len(cluster.ledger[0]["from"]) == 2
 
 
+def test_a_first_round_that_waits_for_expected_workers_says_so_once() -> None:
+    cluster = Cluster(syncps(), 2)
+    cluster.contribute(cluster.join("a"))
+    for _ in range(4):
+        cluster.pass_time(3.0)
+    assert [note for note in cluster.notes if "waits" in note] == ["the round waits up to 30 s for 1 more worker"]
+
+
 def test_a_worker_that_leaves_is_not_waited_for() -> None:
     cluster, (a, b) = cluster_of(syncps(), "ab")
     call = cluster.contribute(a)

@@ -60,7 +60,7 @@ def test_the_printed_line_lets_so_many_workers_in(live: Live, invite) -> None:
         (("../eve",), "is no name for a guest"),
         (("eve", "--workers", "0"), "for one worker at least"),
         (("nobody", "--withdraw"), "nobody has no invitation to this run; invited: ada"),
-        (("eve", "--run", "elsewhere"), "elsewhere is no run that workers join over ZeroMQ"),
+        (("eve", "--run", "elsewhere"), "there is no folder elsewhere"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(invite, words: tuple[str, ...], said: str) -> None:

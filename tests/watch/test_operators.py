@@ -110,13 +110,19 @@ def test_a_terminal_shows_a_bar_and_the_workers_of_a_run_that_has_some(cluster: 
     shown = progress_for(stream, "INFO", cluster)
     progress_for(stream, "INFO", cluster).close({"status": "failed"})  # a run that failed before its first step
     row = {"worker": "ann", "state": "computing", "rate": 1.5, "lag": 0, "accepted": 3, "rejected": 0, "bytes": 1e6}
-    recorder: Any = SimpleNamespace(step=0, completed=0, engine=SimpleNamespace(total_steps=4), members=lambda: Members([row], False))
+    recorder: Any = SimpleNamespace(
+        step=0,
+        completed=0,
+        engine=SimpleNamespace(total_steps=4),
+        at=lambda step: f"step {step} (50%)",
+        members=lambda: Members([row], False),
+    )
     shown.start(recorder)
-    recorder.completed = 2
+    recorder.step = recorder.completed = 2
     shown.step(recorder)
     shown.record({"step": 2, "split": "train", "loss": 0.5, "samples_per_s": 9.0})
     shown.close({"status": "completed"})
-    assert "2/4" in stream.getvalue()
+    assert "step 2 (50%)" in stream.getvalue()
     assert "loss 0.5" in stream.getvalue()
     assert ("ann" in stream.getvalue()) is cluster
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def run(argv: list[str]) -> int:
     from shoal.serve.load_model import open_served
     from shoal.serve.server import require_key
 
+    print("starting: the model is read; its addresses follow", file=sys.stderr, flush=True)
     served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
     if (arguments.announce or arguments.public_address) and served.nodes == 1:
         option = "--announce" if arguments.announce else "--public-address"

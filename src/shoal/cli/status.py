@@ -159,8 +159,11 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
         _print_rows(member_rows(status))
     if status["tasks"]:
         print()
-        _print_rows(class_table.task_table(status["tasks"]))
-        print(f"{status.get('tasks_done', 0)} are finished")
+        if status["state"] == "completed":  # what is left of an epoch after the last one is not trained
+            print(f"{status.get('tasks_done', 0)} tasks are finished")
+        else:
+            _print_rows(class_table.task_table(status["tasks"]))
+            print(f"{status.get('tasks_done', 0)} are finished")
     if status["events"]:
         print("\nevents")
         print("\n".join(f"  {line}" for line in event_lines(status["events"], _SHOWN_EVENTS)))

@@ -81,7 +81,7 @@ class LiveProgress(Reporter):
 
     def __init__(self, stream: TextIO) -> None:
         self.console = Console(file=stream)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[at]}"))
         self.progress = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
         self.live: Live | None = None
         self.bar: TaskID | None = None
@@ -93,13 +93,15 @@ class LiveProgress(Reporter):
         self.recorder = recorder
         if recorder.step:
             self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
-        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.completed, figures="")
+        self.bar = self.progress.add_task(
+            "training", total=recorder.engine.total_steps, completed=recorder.completed, at=recorder.at(recorder.step), figures=""
+        )
         self.live = Live(console=self.console, get_renderable=self.renderable, refresh_per_second=self.refreshes_per_s)
         self.live.start(refresh=True)
 
     def step(self, recorder: Recorder) -> None:
         if self.bar is not None:
-            self.progress.update(self.bar, completed=recorder.completed)
+            self.progress.update(self.bar, completed=recorder.completed, at=recorder.at(recorder.step))
 
     def record(self, record: dict[str, Any]) -> None:
         if record["split"] == "eval":

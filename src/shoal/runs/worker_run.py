@@ -301,7 +301,8 @@ class JoinedWorker:
         worker, poisoned = self.worker, self.worker.encoder.poisoned
         dropped = f", {poisoned} were not finite and stayed here" if poisoned else ""
         sent = sum(connection.sent_bytes for connection in dict.fromkeys(self.connections))
-        return f"{self._outcomes(worker)}{dropped}; {sent / 1e6:.1f} MB sent, computing {worker.busy:.0%} of the time"
+        computing = f", computing {worker.busy:.0%} of the time" if worker.samples else ""
+        return f"{self._outcomes(worker)}{dropped}; {sent / 1e6:.1f} MB sent{computing}"
 
 
 class WorkerParts(NamedTuple):

@@ -23,6 +23,7 @@ class RoundClosing:
         """Whether expected workers are still awaited: at the start, and after the coordinator restarted."""
         self._short_since: float | None = None
         self._noted = ""
+        self._told = False
         self._weak = False
         """Whether the last round had too few workers for the rule to withstand any false contribution."""
 
@@ -33,6 +34,8 @@ class RoundClosing:
             self._close(turn, turn.state.version)
         closed = len(self.rounds.open) < before
         turn.release_held |= closed
+        if self.gathering and not (self._told or turn.state.paused or self.completion.finished):
+            self._tell_of_gathering(turn, turn.state.version)
         return closed
 
     def _is_due(self, turn: Turn, number: int, now: float) -> bool:
@@ -85,6 +88,17 @@ class RoundClosing:
         elif self._noted != text and short_s >= interval_s:
             self._noted = text
             turn.emit(Note(f"{text}: waiting for {needed - reachable} more{self._missing()}"))
+
+    def _tell_of_gathering(self, turn: Turn, number: int) -> None:
+        """A line, once, while workers that are ready wait for others that may still join."""
+        opened = self.rounds.open.get(number)
+        if opened is None or opened.opened_at is None or turn.now < opened.opened_at + self.plan.heartbeat_interval_s:
+            return
+        if self.rounds.reachable(number) < self.plan.needed:
+            return  # `watch_quorum` says so
+        self._told, few = True, self.first_workers - len(self.rounds.active) - self.rounds.awaited(number)
+        more = f"{few} more worker{'s' * (few != 1)}"
+        turn.emit(Note(f"the round waits up to {self._gathering_s(number):.0f} s for {more}{self._missing()}"))
 
     def _missing(self) -> str:
         """The workers that the configuration names and that are not here, as text."""

@@ -57,21 +57,22 @@ function responseParts(operation, spec) {
   return parts;
 }
 
-function command(method, path, operation, spec) {
+function command(method, path, operation, spec, model) {
   const words = [`curl ${location.origin}${path}`];
   if (operation.security) words.push('-H "Authorization: Bearer $SHOAL_API_KEY"');
   const body = operation.requestBody?.content?.["application/json"]?.schema;
-  if (body) words.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(example(resolve(body, spec), spec))}'`);
+  if (body) words.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(example(resolve(body, spec), spec, model))}'`);
   return element("pre", words.join(" \\\n  "));
 }
 
-function operationNode(path, method, operation, spec) {
+function operationNode(path, method, operation, spec, model) {
   const node = element("article", "", "operation"), title = element("h2");
   node.id = operation.operationId;
   title.append(element("span", method.toUpperCase(), "method"), element("span", path, "path"));
   if (operation.security) title.append(" ", element("span", "needs the key", "key"));
   const text = element("p", operation.description ?? operation.summary);
-  node.append(title, text, command(method, path, operation, spec), ...requestParts(operation, spec), ...responseParts(operation, spec));
+  node.append(title, text, command(method, path, operation, spec, model));
+  node.append(...requestParts(operation, spec), ...responseParts(operation, spec));
   return node;
 }
 
@@ -82,14 +83,14 @@ function link(path, method, operation) {
   return node;
 }
 
-function show(spec) {
+function show(spec, model) {
   find("title").textContent = `${spec.info.title} ${spec.info.version}: API`;
   document.title = `${spec.info.title} API`;
   find("about").textContent = spec.info.description ?? "";
   for (const [path, methods] of Object.entries(spec.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
       find("contents").append(link(path, method, operation));
-      find("operations").append(operationNode(path, method, operation, spec));
+      find("operations").append(operationNode(path, method, operation, spec, model));
     }
   }
   find("state").textContent = "";
@@ -98,7 +99,8 @@ function show(spec) {
 try {
   const answer = await fetch("../openapi.json");
   if (!answer.ok) throw new Error(`openapi.json: ${answer.status}`);
-  show(await answer.json());
+  const health = await fetch("../health");
+  show(await answer.json(), (health.ok && (await health.json()).model) || "MODEL");
 } catch (error) {
   find("state").textContent = error.message;
   find("state").className = "bad";

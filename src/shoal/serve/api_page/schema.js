@@ -52,17 +52,18 @@ function defaultText(schema) {
   return typeof value === "object" ? "" : `Default: ${JSON.stringify(value)}.`;
 }
 
-/** A body with every required field. */
-export function example(schema, spec) {
-  const entries = Object.entries(schema.properties ?? {}).filter(([name]) => schema.required?.includes(name));
-  return Object.fromEntries(entries.map(([name, one]) => [name, value(name, one, spec)]));
+/** A body with every required field, and a message's text. */
+export function example(schema, spec, model) {
+  const shown = (name) => schema.required?.includes(name) || name === "content";
+  const entries = Object.entries(schema.properties ?? {}).filter(([name]) => shown(name));
+  return Object.fromEntries(entries.map(([name, one]) => [name, value(name, one, spec, model)]));
 }
 
-function value(name, schema, spec) {
+function value(name, schema, spec, model) {
   const found = resolve(schema, spec);
   if (found.enum) return found.enum.includes("user") ? "user" : found.enum[0];
-  if (found.anyOf) return value(name, found.anyOf[0], spec);
-  if (found.type === "array") return [value(name, found.items, spec)];
-  if (found.type === "object") return example(found, spec);
-  return found.type === "string" ? { model: "MODEL", content: "Hello!", prompt: "Once upon a time" }[name] ?? "text" : found.minimum ?? 0;
+  if (found.anyOf) return value(name, found.anyOf[0], spec, model);
+  if (found.type === "array") return [value(name, found.items, spec, model)];
+  if (found.type === "object") return example(found, spec, model);
+  return found.type === "string" ? { model, content: "Hello!", prompt: "Once upon a time" }[name] ?? "text" : found.minimum ?? 0;
 }
