@@ -18,8 +18,9 @@ from shoal.runs.converted_models import converted
 from shoal.runs.export.gguf_file import write_gguf
 from shoal.runs.trained_model import find_model, open_model
 from shoal.serve.load_model import open_served
-from tests.runs.test_gguf import small, with_rule
+from tests.runs.test_gguf import prompts, small, with_rule, words
 from tests.support.chat_folders import write_tokenizer
+from tests.support.llama_cpp import llama_cpp, worst_choice
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -158,3 +159,55 @@ def test_the_status_of_a_run_in_phases_lists_them(tmp_path: Path, capsys: pytest
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:5]] == ["phase", "base", "reward", "reward-2", "policy"]
     assert main(["status", "r", "--grid", "g.png"]) == 2
     assert "name one phase" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
+def test_llama_cpp_adds_the_adapters_of_a_file_of_their_own(tmp_path: Path, kind, capsys: pytest.CaptureFixture[str]):
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    more = {"use_parallel_residual": False, "hidden_act": "gelu_new"} if kind == "gpt_neox" else {}
+    inner = small(kind, **more)
+    inner.save_pretrained(tmp_path / "base")
+    words().save(tmp_path / "base")
+    targets = {"gpt2": ["c_attn", "c_proj"], "gpt_neox": ["query_key_value", "dense"], "llama": ["q_proj", "k_proj", "down_proj"]}[kind]
+    torch.manual_seed(6)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=kind == "gpt2")
+    adapted = peft.get_peft_model(inner, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    adapted.save_pretrained(tmp_path / "adapters")
+    file = tmp_path / "adapters" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "base"}))
+    assert main(["export", "base", "base.gguf", "--gguf", "f32"]) == 0
+    assert main(["export", "adapters", "adapters.gguf", "--gguf", "f32", "--adapters"]) == 0
+    assert main(["export", "adapters", "merged.gguf", "--gguf", "f32"]) == 0
+    assert main(["export", "adapters", "q.gguf", "--gguf", "q8_0", "--adapters"]) == 2
+    assert "not quantised" in capsys.readouterr().err
+    (prompt,) = prompts(1)
+    with llama_cpp() as oracle:
+        plain = oracle.ask(tmp_path / "base.gguf", prompts=[prompt]).answers[0]
+        beside = oracle.ask(tmp_path / "base.gguf", prompts=[prompt], adapter=tmp_path / "adapters.gguf").answers[0]
+        merged = oracle.ask(tmp_path / "merged.gguf", prompts=[prompt]).answers[0]
+    for answer in (beside, merged):
+        gap, difference = worst_choice(HuggingFace(adapted), prompt, answer)
+        assert gap < 1e-2
+        assert difference < (1e-4 if kind == "llama" else 1e-2)
+    assert plain.logprobs != pytest.approx(beside.logprobs, abs=0.01), "the adapters change what the model says"
+
+
+def test_torch_reads_back_a_checkpoint_that_was_exported_for_it(tmp_path: Path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    model = saved(tmp_path / "base")
+    assert main(["export", "base", "dcp", "--dcp"]) == 0
+    expected = model.inner.state_dict()
+    found = {f"model.inner.{name}": torch.zeros_like(value) for name, value in expected.items()}
+    load(found, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[f"model.inner.{name}"], value, rtol=0, atol=0)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    assert torch.load(tmp_path / "whole.pt", weights_only=True).keys() == found.keys()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.models.huggingface.adapters import Adapters
 from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, NEOX_NAMES, Names
 from shoal.models.layers.rotary import to_adjacent_pairs
 
@@ -73,17 +74,31 @@ class LlamaCppModel(NamedTuple):
 
     def changed(self, name: str, value: Tensor) -> Tensor:
         """A tensor in llama.cpp's layout."""
-        config, kind = self.inner.config, self.inner.config.model_type
-        if (self.architecture == "llama" and ".q_proj." in name) or (self.architecture == "llama" and ".k_proj." in name):
-            return to_adjacent_pairs(value, _head_size(config))
+        kind = self.inner.config.model_type
         if kind == "gemma" and "norm" in name:
             return value + 1
-        if kind == "gpt2" and value.dim() == 2 and ".h." in name:
-            return value.t().contiguous()
-        if kind == "gpt_neox" and ".query_key_value." in name:  # there head by head, here all queries first
-            heads = value.view(config.num_attention_heads, 3, _head_size(config), *value.shape[1:])
-            return heads.transpose(0, 1).reshape(value.shape)
-        return value
+        turned = kind == "gpt2" and value.dim() == 2 and ".h." in name
+        return value.t().contiguous() if turned else self.ordered(name, value)
+
+    def ordered(self, name: str, rows: Tensor) -> Tensor:
+        """The rows of a tensor, in llama.cpp's order."""
+        config = self.inner.config
+        if self.architecture == "llama" and any(part in name for part in (".q_proj.", ".k_proj.")):
+            return to_adjacent_pairs(rows, _head_size(config))
+        if self.architecture == "gptneox" and ".query_key_value." in name:  # there head by head, here all queries first
+            heads = rows.view(config.num_attention_heads, 3, _head_size(config), *rows.shape[1:])
+            return heads.transpose(0, 1).reshape(rows.shape)
+        return rows
+
+    def adapter_tensors(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+        """LoRA matrices, whose product llama.cpp adds as it is: the scale is in the second. Raises ShoalError."""
+        for module, pair in adapters.pairs.items():
+            name = f"{module}.weight"
+            if name not in self.names or pair.magnitude_O is not None:
+                what = f"DoRA ({module})" if pair.magnitude_O is not None else f"adapters of {module}"
+                raise ShoalError(f"llama.cpp does not read {what}: export the merged model, without --adapters")
+            yield f"{self.names[name]}.lora_a", pair.a_RI.float()
+            yield f"{self.names[name]}.lora_b", self.ordered(name, pair.b_OR.float()) * pair.scale
 
 
 def for_llama_cpp(inner: Any) -> LlamaCppModel:

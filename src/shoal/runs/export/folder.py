@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from shoal.data.text.tokenizers.for_transformers import save_for_transformers
 from shoal.errors import ShoalError
 from shoal.manifest import write_manifest
 from shoal.models.gpt import Gpt
+from shoal.models.huggingface.adapters import CONFIG, Adapters, read_adapters
 from shoal.models.huggingface.from_gpt import as_transformers
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import save
 from shoal.models.layers.value_head import ScoreModel
 from shoal.models.mixtral import as_mixtral
 from shoal.models.transformer import Trunk
-from shoal.runs.export.gguf_file import gguf_package, write_gguf
+from shoal.runs.export.gguf_file import gguf_package, write_gguf, write_gguf_adapters
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints, save_weights
+from shoal.runs.folder.sharded_checkpoint import write_dcp
 from shoal.runs.trained_model import TrainedModel, open_model
 
 
@@ -39,13 +42,38 @@ def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bo
     _appear(folder, lambda partial: write(trained, partial))
 
 
-def export_gguf(path: str, file: Path, kind: str, warn: Callable[[str], None]) -> None:
-    """Write a run's language model, with adapters merged, as a GGUF file with matrices of this type, of `GGUF_TYPES`. Raises ShoalError."""
+def export_gguf(path: str, file: Path, kind: str, warn: Callable[[str], None], *, adapters: bool = False) -> None:
+    """Write a language model, with adapters merged, or with `adapters` these alone, as a GGUF file with matrices of this type, of
+    `GGUF_TYPES`. Raises ShoalError."""
     gguf_package()
-    trained = open_model(path, warn)
+    trained, name = open_model(path, warn), Path(path).resolve().name
     if trained.tokenizer is None:
         raise ShoalError(f"the model at {path} writes no text, and llama.cpp reads only language models")
-    write_gguf(transformers_model(trained), trained.tokenizer, kind, file, Path(path).resolve().name, warn)
+    if not adapters:
+        write_gguf(transformers_model(trained), trained.tokenizer, kind, file, name, warn)
+        return
+    found = _adapters_of(path, trained)
+    write_gguf_adapters(transformers_model(trained), found, kind, file, name)
+
+
+def _adapters_of(path: str, trained: TrainedModel) -> Adapters:
+    """The LoRA matrices of a run, or of a PEFT folder. Raises ShoalError."""
+    if (Path(path) / CONFIG).is_file():
+        return read_adapters(Path(path))
+    with tempfile.TemporaryDirectory() as folder:
+        _write_adapters(trained, Path(folder))
+        return read_adapters(Path(folder))
+
+
+def export_dcp(path: str, folder: Path, warn: Callable[[str], None]) -> None:
+    """Write a model's weights as a checkpoint of torch.distributed.checkpoint, by their names in the networks: `player.name`. Raises
+    ShoalError."""
+    _refuse_full(folder)
+    trained = open_model(path, warn)
+    weights = {
+        f"{player}.{name}": value for player, network in trained.task.players.items() for name, value in network.state_dict().items()
+    }
+    _appear(folder, lambda partial: write_dcp(partial, weights))
 
 
 def _write_for_transformers(trained: TrainedModel, folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from shoal.data import Tokenizer
 from shoal.data.text.tokenizers.llama_cpp import LlamaCppVocabulary, vocabulary_for_llama_cpp
 from shoal.errors import ShoalError
 from shoal.files import make_folder, writing
+from shoal.models.huggingface.adapters import Adapters
 from shoal.models.huggingface.llama_cpp import LlamaCppModel, for_llama_cpp
 from shoal.runs.export import GGUF_TYPES
 
@@ -39,20 +41,42 @@ def gguf_package() -> Any:
 
 def write_gguf(inner: Any, tokenizer: Tokenizer, kind: str, file: Path, name: str, warn: Callable[[str], None]) -> None:
     """Write a model of transformers and its tokenizer to a file, which appears whole or not at all. Raises ShoalError."""
-    if file.exists():
-        raise ShoalError(f"{file} is there already: choose another name")
     package, model = gguf_package(), for_llama_cpp(inner)
     vocabulary = vocabulary_for_llama_cpp(tokenizer, inner.config.vocab_size)
     for note in (*model.notes, *vocabulary.notes):
         warn(note)
+    with _appearing(file) as partial:
+        writer = package.GGUFWriter(str(partial), model.architecture)
+        _add_fields(writer, package, model, kind, name)
+        _add_vocabulary(writer, vocabulary)
+        _write_tensors(writer, package, [*_plan(model.tensors(), kind, warn)], model.tensors())
+
+
+def write_gguf_adapters(inner: Any, adapters: Adapters, kind: str, file: Path, name: str) -> None:
+    """Write LoRA matrices beside a model of transformers to a file, which llama.cpp loads beside the model's. Raises ShoalError."""
+    if kind in _QUANTIZED:
+        raise ShoalError(f"adapters are small, and are not quantised: choose f16, bf16 or f32 instead of {kind}")
+    package, model = gguf_package(), for_llama_cpp(inner)
+    with _appearing(file) as partial:
+        writer = package.GGUFWriter(str(partial), model.architecture)
+        writer.add_type("adapter")
+        writer.add_name(name)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", 0.0)  # the scale is in the matrices
+        planned = [*_plan(model.adapter_tensors(adapters), kind, lambda note: None)]
+        _write_tensors(writer, package, planned, model.adapter_tensors(adapters))
+
+
+@contextmanager
+def _appearing(file: Path) -> Iterator[Path]:
+    """The name under which a file is written; it gets its own at the end. Raises ShoalError."""
+    if file.exists():
+        raise ShoalError(f"{file} is there already: choose another name")
     make_folder(file.parent)
     partial = file.with_name(f".{file.name}.partial")
     try:
         with writing(file):
-            writer = package.GGUFWriter(str(partial), model.architecture)
-            _add_fields(writer, package, model, kind, name)
-            _add_vocabulary(writer, vocabulary)
-            _write_tensors(writer, package, [*_plan(model.tensors(), kind, warn)], model.tensors())
+            yield partial
             partial.rename(file)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -41,6 +41,22 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
         raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
 
 
+def write_dcp(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write whole tensors from this process, in the form of torch.distributed.checkpoint itself. Raises ShoalError."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_together
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is only one process
+            save_together(
+                {name: value.detach().cpu() for name, value in tensors.items()}, storage_writer=FileSystemWriter(folder), no_dist=True
+            )
+    except (CheckpointException, OSError) as error:
+        raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
+
+
 def write_from_first(folder: Path, tensors: Mapping[str, Tensor], writers: World) -> None:
     """The same where the processes share no folder: the first one writes a file for each. Raises ShoalError in all of them."""
     own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
