@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.cli.main import warn
 from shoal.cli.options import MODEL_HELP, parse_with_plugins
+from shoal.config.load import resolve_data
+from shoal.errors import ShoalError
 from shoal.runs.export import GGUF_TYPES
 
 EPILOG = """\
@@ -30,20 +33,56 @@ def run(argv: list[str]) -> int:
         "--gguf", choices=GGUF_TYPES, metavar="TYPE", help=f"write one file for llama.cpp, with matrices of this type: {types}"
     )
     parser.add_argument("--dcp", action="store_true", help="a checkpoint that torch.distributed.checkpoint loads, of the weights alone")
+    parser.add_argument("--push", metavar="REPO", help="then push it to this repository of the Hugging Face hub, such as me/model")
+    parser.add_argument("--private", action="store_true", help="with --push: make the repository private, if it is new")
     arguments = parse_with_plugins(parser, argv)
+    if arguments.private and not arguments.push:
+        parser.error("--private is for --push")
     if arguments.dcp + arguments.transformers + bool(arguments.adapters or arguments.gguf) > 1:
         parser.error("--dcp, --transformers, and --adapters or --gguf contradict each other: give one of them")
 
+    target = Path(arguments.target)
+    push = _pusher(arguments.push, arguments.private) if arguments.push else None
+    _write(arguments, target)
+    print(f"written: {target}" + (f" ({target.stat().st_size / 1e6:,.1f} MB)" if target.is_file() else ""))
+    if push is not None:
+        print(f"pushed: {push(target)}")
+    return 0
+
+
+def _write(arguments: argparse.Namespace, target: Path) -> None:
     from shoal.runs.export.folder import export, export_dcp, export_gguf
 
-    target = Path(arguments.target)
     if arguments.gguf:
         export_gguf(arguments.run, target, arguments.gguf, warn, adapters=arguments.adapters)
-        print(f"written: {target} ({target.stat().st_size / 1e6:,.1f} MB)")
-        return 0
-    if arguments.dcp:
+    elif arguments.dcp:
         export_dcp(arguments.run, target, warn)
     else:
         export(arguments.run, target, warn, adapters=arguments.adapters, transformers=arguments.transformers)
-    print(f"written: {target}")
-    return 0
+
+
+def _pusher(repo_id: str, private: bool) -> Callable[[Path], str]:
+    """A function that pushes what was written, in one commit, and returns its address. Raises ShoalError where there is no token."""
+    from shoal.reporters.hub_repository import PushError, Repository
+
+    loaded = resolve_data({"hub": {"repo_id": repo_id, "private": private}}, name="--push", dialect="shoal")
+    try:
+        repository = Repository(loaded.run.hub)
+    except ShoalError as error:
+        raise ShoalError(str(error).replace("hub.enabled", "--push").replace("before the run", "and type the command again")) from None
+
+    def push(target: Path) -> str:
+        found = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+        files: dict[str, bytes | Path] = {
+            (path.relative_to(target) if target.is_dir() else Path(path.name)).as_posix(): path for path in found
+        }
+        try:
+            repository.commit(files, f"Export of {target.name}")
+        except PushError as error:
+            reason = str(error).replace("hub.repo_id", "--push")
+            raise ShoalError(f"{target} is written, but not pushed: {reason}; then type: hf upload {repo_id} {target}") from None
+        for note in repository.notes:
+            warn(note.replace(f"hub.private is {str(private).lower()}", "--private was given" if private else "--private was not given"))
+        return repository.url
+
+    return push
