@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,22 +100,26 @@ def evaluate(target: str, other_data: str | None = None, overrides: list[Overrid
         checkpoint = weights_for_task(found, parts.engine.task, warn)
         parts.engine.load_weights(checkpoint.weights)
         step, path = checkpoint.step, str(checkpoint.path)
-    count, batches = _samples_of(parts, held_out)
+    limited = held_out or any(one.path.startswith("evaluation") for one in overrides)
+    count, batches = _samples_of(parts, held_out, parts.run.evaluation.batches if limited else None)
     return CheckpointEvaluation(path, step, parts.data.info.name, count, held_out, parts.engine.evaluate(batches))
 
 
-def _samples_of(parts: RunParts, held_out: bool) -> tuple[int, Iterator[Any]]:
-    """The number of samples to evaluate, and their batches: the held-out part, or all."""
+def _samples_of(parts: RunParts, held_out: bool, most: int | None) -> tuple[int, Iterator[Any]]:
+    """The number of samples to evaluate, and their batches: of the held-out part, or of all data. `most`: batches."""
     from shoal.runs.build_run import held_out_batches, held_out_count
 
-    evaluation = parts.run.evaluation.replace(strategy="epoch")
-    run = parts.run.replace(evaluation=evaluation if held_out else evaluation.replace(batches=None))
+    run = parts.run.replace(evaluation=parts.run.evaluation.replace(strategy="epoch", batches=None))
     chosen: list[Any] = [parts.data.eval] if held_out else [parts.data.train, parts.data.eval]
     samples = [one for one in chosen if one is not None]
     batches: list[Callable[[], Iterator[Any]]] = [made for one in samples if (made := held_out_batches(run, one)) is not None]
     if not batches:
         raise ShoalError("this run's data has no held-out part to evaluate on: add --data FILE")
-    return sum(held_out_count(run, one) for one in samples), chain.from_iterable(make() for make in batches)
+    limit = run.replace(evaluation=run.evaluation.replace(batches=most))
+    count = sum(held_out_count(run, one) for one in samples)
+    if most is not None:
+        count = min(count, max(held_out_count(limit, one) for one in samples))
+    return count, islice(chain.from_iterable(make() for make in batches), most)
 
 
 def _reading(run: Run, path: str) -> list[Override]:
