@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from shoal.config.fields import Secret, as_data
@@ -14,7 +16,7 @@ from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override
 from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
-from shoal.engines.optim.user_optimizer import Optimizer, Scheduler, UserOptimizer
+from shoal.engines.optim.user_optimizer import UserOptimizer
 from shoal.errors import ShoalError
 from shoal.runs.live_objects import LiveObjects, import_function
 from shoal.runs.monitoring.recorder import Reporter
@@ -107,7 +109,7 @@ def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any
 def with_optimizer(own: ProgramObjects, optimizer: Any, scheduler: Any) -> ProgramObjects:
     """The objects with an optimizer and a scheduler. Raises ArgumentError."""
     for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if part is not None and not callable(part) and not isinstance(part, Optimizer | Scheduler):
+        if part is not None and not callable(part) and not isinstance(part, Optimizer | LRScheduler):
             raise ArgumentError(
                 name, f"an object of torch.optim, or a function of the {'model' if name == 'optimizer' else 'optimizer'}", part
             )
