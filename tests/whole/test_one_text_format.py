@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,14 @@ def served_ids(served: ServedModel, messages: list[Any]) -> list[int]:
     return ids
 
 
-def pair_ids(chats: list[Any]) -> list[list[int]]:
-    """The tokens of the chosen answers, padding left out."""
+def pair_rows(chats: list[Any]) -> None:
     rows = [{"prompt": chat[:-1], "chosen": chat[-1:], "rejected": [{"role": "assistant", "content": "no"}]} for chat in chats]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def pair_ids(chats: list[Any]) -> list[list[int]]:
+    """The tokens of the chosen answers, padding left out."""
+    pair_rows(chats)
     settings = {
         "model": {"kind": "gpt", "max_seq_len": 1024},
         "task": {"kind": "dpo"},
@@ -103,3 +108,27 @@ def test_a_run_that_goes_on_reads_the_template_and_the_time_that_it_began_with(t
     assert tokenizer is not None
     assert tokenizer.chat_templates["default"].startswith("{{ strftime_now")
     assert not Path("run/model/shoal_chat_time.json").exists()
+
+
+@pytest.mark.parametrize("batching", ["packed", "dynamic"])
+def test_feedback_reads_conversations_with_a_reward_model_that_learned_from_such_pairs(
+    batching: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_chat_model(Path("base"), "gemma")
+    chats: list[Any] = conversations(30, has_system=False)
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    pair_rows(chats)
+    common = ["data.sequence_length=256", f"data.batching={batching}", "training.max_steps=1"]
+    pairs = ["data.source.kind=preferences", "data.source.path=pairs.jsonl", *common]
+    train("task=reward", *pairs)
+    Path("run").rename("judge")
+    for task in ("{kind: dpo, loss: sigmoid}", "{kind: dpo, loss: kto}"):
+        train(f"task={task}", *pairs)
+        shutil.rmtree("run")
+    ppo = ["rollout_size=4", "mini_batch_size=2", "epochs=1", "prompt_length=64", "response_length=4", "steps=1"]
+    rewards = ["rlhf.reward={kind: trained, run: judge}", "rlhf.prompts=chats.jsonl"]
+    train("task=ppo", *rewards, *common[:2], *(f"rlhf.ppo.{one}" for one in ppo), "training.max_steps=null")
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    assert "completed after" in printed.out

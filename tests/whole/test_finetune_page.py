@@ -1,0 +1,55 @@
+"""docs/finetune.md: its commands lead from a model's folder and conversations to a model that answers over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from shoal.cli.main import main
+from shoal.serve.load_model import open_served
+from tests.support.chat_folders import conversations
+from tests.support.processes import HANG_S
+from tests.support.small_service import running
+from tests.whole.test_one_text_format import small_chat_model
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "finetune.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_page_lead_to_a_served_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    small_chat_model(Path("my-model"), "smollm2")
+    example = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    config = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    commands = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    assert config is not None
+    assert commands is not None
+    rows = [json.loads(example[1]), *({"messages": chat} for chat in conversations(30))]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("finetune.yaml").write_text(config[1])
+    assert yaml.safe_load(config[1])["model"]["pretrained"] == "my-model"
+    *before, serve = [shlex.split(line) for line in commands[1].splitlines()]
+    assert len(before) == 5
+    for words in before:
+        smaller = ["--set", "training.device=cpu", "--set", "training.epochs=1"] if words[1] == "train" else []
+        assert main([*words[1:], *smaller]) == 0, words
+        printed = capsys.readouterr()
+        assert "error" not in printed.out + printed.err
+        if words[1] == "train":
+            assert re.search(r"rows are conversations: \d+ assistant turns", printed.err)
+    assert serve[:2] == ["shoal", "serve"]
+    served = open_served(serve[2:], [], lambda text: None)
+    with running(served) as service:
+        asked = {"model": served.name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 4}
+        answer = httpx.post(f"http://127.0.0.1:{service.ports[0]}/v1/chat/completions", json=asked, timeout=HANG_S)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
