@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from shoal.cli.main import main
-from shoal.cli.up import _report_unfit
+from shoal.cli.up import _remove_unbegun, _report_unfit
 from shoal.config import missing_parts
 from shoal.launch import ssh_workers
 from shoal.launch.up_file import note_started, running_process, unfit_workers, written_while_up
@@ -119,6 +119,16 @@ def test_workers_that_cannot_work_are_noted_where_the_run_is_up(tmp_path: Path, 
     assert unfit_workers(tmp_path) is None
     assert _report_unfit({"ann": "ann: no route"}, 2, "run") == 2
     assert "error: 1 of 2 workers cannot work; the run is up without them:\n  ann: no route\n" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_run_that_did_not_begin_is_removed(tmp_path: Path) -> None:
+    for name, kept in (("empty", False), ("begun", True)):
+        (folder := tmp_path / name).mkdir()
+        (log := folder / "up.log").write_text("error: no")
+        if kept:
+            (folder / "config.yaml").write_text("")
+        _remove_unbegun(folder, log)
+        assert log.exists() is folder.exists() is kept
 
 
 @pytest.mark.long

@@ -158,12 +158,21 @@ def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) 
         time.sleep(_POLL_INTERVAL_S)
     if process.poll() not in (None, 0):
         sys.stderr.write(log.read_bytes()[spoken:].decode(errors="replace"))
+        _remove_unbegun(folder, log)
         return process.poll() or 1
     where = os.path.relpath(folder)
     count = plan.workers - len(unfit or ())
     print(f"{count} worker{'s are' if count != 1 else ' is'} being started ({plan.run.launch.kind}); their logs are in {where}/workers")
     print(f"see it:       shoal status {where}\nwhat it says: {where}/{_LOG}\nend it:       shoal down {where}")
     return _report_unfit(unfit, plan.workers, where) if unfit else 0
+
+
+def _remove_unbegun(folder: Path, log: Path) -> None:
+    """Remove the folder of a run that did not begin: nothing but this log is in it."""
+    with suppress(OSError):
+        if list(folder.iterdir()) == [log]:
+            log.unlink()
+            folder.rmdir()
 
 
 def _report_unfit(unfit: Mapping[str, str], workers: int, where: str) -> int:

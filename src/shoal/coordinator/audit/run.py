@@ -362,15 +362,17 @@ def _refused(tally: LedgerTotals) -> list[str]:
 def _summary(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> list[str]:
     workers = len({worker for worker, _ in tally.known})
     lines = [
-        f"ledger    {tally.version - tally.first:,} versions from {tally.fates['applied']:,} contributions of {workers} workers, "
-        f"{tally.batches:,} batches; {tally.fates['unused']} unused"
+        f"ledger    {tally.version - tally.first:,} versions from {tally.fates['applied']:,} contributions of {workers} "
+        f"worker{'' if workers == 1 else 's'}, {tally.batches:,} batches; {tally.fates['unused']} unused"
     ]
     if tally.lost:
         names = ", ".join(f"{first} to {last} of {worker}" for worker, first, last in tally.lost[:8])
         lines.append(f"lost      a repair gave up contributions {names}; {tally.fates['lost']} receipts tell of them")
     files = len({place.rpartition(":")[0] for place, _ in evidence.receipts})
     confirmed = sum(receipt.status == "accepted" for _, receipt in evidence.receipts)
-    lines.append(f"receipts  {confirmed:,} confirmed, {len(evidence.receipts) - confirmed:,} turned away, in {files} files")
+    lines.append(
+        f"receipts  {confirmed:,} confirmed, {len(evidence.receipts) - confirmed:,} turned away, in {files} file{'' if files == 1 else 's'}"
+    )
     if evidence.snapshot is not None:
         since = f"snapshot {evidence.snapshot.number} (version {evidence.snapshot.version:,})"
         lines.append(f"journal   {len(evidence.records):,} records since {since}, {len(open_now)} contributions in open rounds")

@@ -106,7 +106,7 @@ export function curves(box, { series, xName, fromZero = false, height = 220, lab
   for (const one of shown) {
     const path = thinned(one.points, width).map(([x, y]) => `${atX(x).toFixed(1)} ${atY(y).toFixed(1)}`);
     const kind = `curve s${one.place % 6}${one.dashed ? " dashed" : ""}`;
-    root.append(element("path", { class: kind, d: `M${path.join("L")}${path.length === 1 ? "h1" : ""}` }));
+    root.append(element("path", { class: path.length === 1 ? `${kind} point` : kind, d: `M${path.join("L")}${path.length === 1 ? "h0" : ""}` }));
   }
   const legend = make("ul", "legend", ...shown.map((one) => make("li", `s${one.place % 6}${one.dashed ? " dashed" : ""}`, make("span", "", one.name))));
   const readout = make("p", "readout");

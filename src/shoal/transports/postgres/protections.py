@@ -33,6 +33,8 @@ _COORDINATORS_FUNCTIONS = (
 _OWNERS_SETTINGS = ("log_min_messages", "log_min_error_statement", "temp_file_limit")
 """Settings that students cannot change themselves, and that the owner's function `limit_role` sets for them."""
 _ONCE = "a superuser who runs `shoal db init` here once"
+_NAMED = 6
+"""How many functions of a server a sentence names."""
 
 
 def revoke_defaults(connection: Connection) -> None:
@@ -97,7 +99,8 @@ def _open_to_students(connection: Connection) -> list[str]:
         found.append(f"students can run code on the server (DO … LANGUAGE plpgsql): {_ONCE} revokes it")
     if shut := _shut_functions(connection):
         names = sorted({name for function in shut if not (name := function.partition("(")[0]).startswith("binary_upgrade_")})
-        found.append(f"students can call built-in functions that lock or write: {', '.join(names)}. {_ONCE.capitalize()} revokes them")
+        some = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        found.append(f"students can call built-in functions that lock or write: {some}. {_ONCE.capitalize()} revokes them")
     if not _may_set_limits(connection):
         close = _ONCE if connection.info.server_version >= 150000 else "from PostgreSQL 15 on, a superuser"
         found.append(
