@@ -108,6 +108,7 @@ def test_a_run_learns_with_the_parts_of_a_plugin_and_goes_on_with_no_other_versi
         assert f"needs the plugin my_parts.py (SHA-256 {digest[:16]}…)" in error
         assert "add --plugin my_parts.py" in error
     assert main(["eval", "run", "--plugin", "my_parts.py"]) == 0
+    assert main(["audit", "run", "--plugin", "my_parts.py"]) == 0
     (folder / "my_parts.py").write_text(MY_PARTS + "\n# another version\n", encoding="utf-8")
     assert main(["train", "config.yaml", "--workers", "2", "--resume", "--run-dir", "run", "--plugin", "my_parts.py"]) == 2
     error = capsys.readouterr().err

@@ -43,8 +43,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 
 def write_dcp(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write whole tensors from this process, in the form of torch.distributed.checkpoint itself. Raises ShoalError."""
-    from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
     try:
