@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_reads_the_template_and_the_time_that_it_began_with(t
 
 
 @pytest.mark.parametrize("batching", ["packed", "dynamic"])
-def test_feedback_reads_conversations_with_a_reward_model_that_learned_from_such_pairs(
+def test_feedback_reads_conversations_with_a_reward_model_of_such_pairs(
     batching: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
