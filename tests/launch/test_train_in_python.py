@@ -307,6 +307,7 @@ def test_an_interrupted_call_says_how_to_resume_it(tmp_path: Path, capfd: pytest
     with pytest.raises(KeyboardInterrupt):
         train(small(tmp_path), model=net(), data=samples(), reporters=[Interrupting()], run_dir=folder)
     assert f"interrupted: the same call with run_dir={folder!r} and resume=True continues" in capfd.readouterr().err
+    assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["status"] == "interrupted"
 
 
 # --- wrong arguments -------------------------------------------------------------------------------------

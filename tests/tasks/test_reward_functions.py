@@ -46,6 +46,14 @@ def test_a_score_that_is_no_number_names_the_function_and_the_row(wrong: Any, to
     assert "prompts.jsonl:2, the prompt 'Three? ' and the answer 'no'" in str(caught.value)
 
 
+def test_a_column_that_a_row_lacks_is_named() -> None:
+    def coloured(prompt: str, answer: str, expected: str, colour: str) -> float:
+        return 0.0
+
+    with pytest.raises(ShoalError, match=r"takes `colour`, and there is no such column for prompts\.jsonl:1"):
+        score_with(coloured)(ANSWERS)
+
+
 def test_a_wrong_number_of_scores_names_the_reward() -> None:
     def short(answers: Sequence[Answer]) -> list[float]:
         return [1.0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Run, plugins
+from shoal.config.derived_values import USER_KINDS
 from shoal.config.environment import hub_token
 from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, Override, resolve_received
@@ -56,10 +57,13 @@ def parts_for(
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
         parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, live, joins=True)
     if fingerprint(parts.data) != header["data"]:
-        raise ShoalError(
-            f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
-            "or name them with --set data.source.path=…"
+        source = run.data.source.kind if run.data.source is not None else ""
+        remedy = (
+            "the function must return the same samples on every machine"
+            if source in USER_KINDS
+            else "put the same files in place, or name them with --set data.source.path=…"
         )
+        raise ShoalError(f"the data here ({parts.data.info.name}) is not what the coordinator has: {remedy}")
     if parts.engine.size != header["size"]:
         raise ShoalError(f"the model here has {parts.engine.size} parameters, the coordinator's {header['size']}")
     return parts

@@ -25,6 +25,6 @@ def _expect(needs: str, kind: str, shapes: DataShapes) -> None:
     if needs == "labels" and shapes.num_classes is None:
         raise ShoalError(f"{kind} needs data with labels: put the images of each class in a folder of its own")
     if needs == "images" and shapes.image_shape is None:
-        raise ShoalError(f"{kind} learns from images, and data.source holds text")
+        raise ShoalError(f"{kind} learns from images, and the data (data.source) has none")
     if needs in TEXT and shapes.vocab_size is None:
-        raise ShoalError(f"{kind} learns from text, and data.source holds images")
+        raise ShoalError(f"{kind} learns from text, and the data (data.source) has none")

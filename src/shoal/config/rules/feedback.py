@@ -37,7 +37,10 @@ def task_fits_model(settings: Settings, task: Task | None, model: Model) -> None
     if task is None:
         settings.report("task", f"a model of kind {model.kind} does not say what it learns", "model.kind", help="set task")
     elif model.learns and task.kind not in model.learns and task.needs not in [Task.kinds[name].needs for name in model.learns]:
-        settings.report("task", f"a model of kind {model.kind} does not learn {task.kind}", "task.kind", "model.kind")
+        able = sorted(name for name, kind in Model.kinds.items() if task.kind in kind.learns)
+        advice = f"set model.kind to one that does, such as {', '.join(able)}, or load a file that says which model before this one"
+        message = f"a model of kind {model.kind} does not learn {task.kind}"
+        settings.report("task", message, "task.kind", "model.kind", help=advice if able else "")
 
 
 @rule("task", "data.source")

@@ -156,6 +156,9 @@ class Recorder:
             work()
             status = self.stopping or "completed"
             self._report_loss()
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+            raise
         except BaseException as problem:
             error = str(problem) if isinstance(problem, ShoalError) else repr(problem)
             raise

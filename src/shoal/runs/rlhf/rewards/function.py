@@ -13,6 +13,7 @@ from shoal.runs.live_objects import import_function
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 
 RewardFunction = Callable[..., Any]
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def build(settings: FunctionReward, run: Run) -> Score:
@@ -23,9 +24,13 @@ def build(settings: FunctionReward, run: Run) -> Score:
 
 def score_with(function: RewardFunction) -> Score:
     """The scores that a function gives to answers, one by one."""
-    taken = _keywords(function)
+    parameters = _parameters(function)
+    taken, needed = _keywords(parameters), _needed(parameters)
 
     def score(answers: Sequence[Answer]) -> list[float]:
+        for answer in answers:
+            if missing := [name for name in needed if name not in answer.columns]:
+                raise ShoalError(f"the reward {name_of(function)} takes `{missing[0]}`, and there is no such column for {answer}")
         return [_number(function, function(answer.prompt, answer.text, **_chosen(answer.columns, taken)), answer) for answer in answers]
 
     return score
@@ -35,15 +40,24 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _keywords(function: RewardFunction) -> set[str] | None:
-    """The columns that a function takes by name, besides prompt and answer; None: all."""
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    """What a function takes besides prompt and answer."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        return list(inspect.signature(function).parameters.values())[2:]
     except (TypeError, ValueError):  # a function of C
-        return set()
+        return []
+
+
+def _keywords(parameters: Sequence[inspect.Parameter]) -> set[str] | None:
+    """The columns that a function takes by name; None: all."""
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return None
-    return {one.name for one in parameters[2:] if one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)}
+    return {one.name for one in parameters if one.kind in _BY_NAME}
+
+
+def _needed(parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """The columns that a function cannot be called without."""
+    return [one.name for one in parameters if one.kind in _BY_NAME and one.default is inspect.Parameter.empty]
 
 
 def _chosen(columns: Mapping[str, Any], taken: set[str] | None) -> dict[str, Any]:
