@@ -84,6 +84,8 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "retrieval": {"model.retrieval.enabled": True, "model.retrieval.encoder": "words", "model.retrieval.chunk_size": 8},
         "memory": {"model.episodic_memory.enabled": True, "model.episodic_memory.chunk_size": 8},
         "lora": {"model.lora": {"rank": 2}},
+        "lora-int8": {"model.lora": {"rank": 2}, "model.load": "int8"},
+        "dora-nf4": {"model.lora": {"rank": 2, "dora": True, "rslora": True}, "model.load": "nf4"},
     },
     "router": {
         "switch": {},

@@ -32,6 +32,7 @@ POLICY = "task: ppo\nmodel: {kind: gpt}\nrlhf: {}\n"
 CONTEXTS = "data: {batching: dynamic, source: {kind: text, path: x}}\n"
 CUT = "engine: {kind: pipeline}\nmodel: "
 STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
+FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank: 2}}\n"
 BROKEN = [
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.7}, {id: b, model_share: 0.7}]}\n", ["scheduler.tasks", "engine.kind"]),
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 1.0}, {id: b, model_share: 0.0}]}\n", ["scheduler.tasks", "engine.kind"]),
@@ -55,6 +56,11 @@ BROKEN = [
     ("engine", CUT + "{kind: moe, retrieval: {enabled: true}}\n", ["model.retrieval.enabled", "engine.kind"]),
     ("engine", CUT + "{kind: moe, episodic_memory: {enabled: true}}\n", ["model.episodic_memory.enabled", "engine.kind"]),
     ("engine", CUT + "{kind: huggingface, pretrained: gpt2, lora: {rank: 2}}\n", None),
+    ("load", "model: {kind: huggingface, pretrained: gpt2, load: nf4}\n", ["model.load"]),
+    ("load", "engine: {kind: fsdp}\n" + FEW_BITS, ["model.load", "engine.kind"]),
+    ("load", "engine: {kind: deepspeed, zero_stage: 3}\n" + FEW_BITS, ["model.load", "engine.zero_stage"]),
+    ("load", "training: {precision: {kind: nvfp4}}\n" + FEW_BITS, ["training.precision.kind", "model.load"]),
+    ("load", "engine: {kind: deepspeed}\ntraining: {precision: {kind: fp16}}\n" + FEW_BITS, ["training.precision.kind", "model.load"]),
     ("engine", "engine: {kind: deepspeed, zero_stage: 3}\ntraining: {compile: true}\n", ["training.compile", "engine.zero_stage"]),
     (
         "rollouts",

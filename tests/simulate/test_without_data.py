@@ -121,10 +121,18 @@ def test_a_model_of_the_hub_is_laid_out_from_its_configuration_alone(tmp_path: P
     pytest.importorskip("peft")
     run = run_of("demo-gpt", **settings, **{"model.lora.rank": 2})
     small = build_meta_model(run)
-    assert (small.parts.frozen, small.parameters < size / 10) == (size, True)
+    assert (small.parts.frozen_bytes, small.parameters < size / 10) == (4 * size, True)
     assert small.memory(run).weights == 4 * (size + small.parameters)
     assert small.memory(run).gradients == 4 * small.parameters
     assert small.operations(run) == 16 * (run.training.batch_size or 1) * (4 * size + 6 * small.parameters)
+    few_bits = run_of("demo-gpt", **settings, **{"model.lora.rank": 2, "model.load": "nf4"})
+    matrices = sum(
+        value.numel() for name, value in whole.named_parameters() if name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and value.dim() > 1
+    )
+    tables = sum(value.numel() for name, value in whole.named_parameters() if name.split(".")[-2] in ("wte", "wpe"))
+    packed = build_meta_model(few_bits)
+    assert packed.parts.frozen_bytes == matrices // 2 + 4 * matrices // 64 + 2 * tables + 4 * (size - matrices - tables)
+    assert packed.operations(few_bits) == small.operations(run)
 
 
 def test_a_token_takes_the_operations_of_the_experts_that_it_visits() -> None:

@@ -55,10 +55,10 @@ class RunParts(NamedTuple):
         return self.engine
 
     @property
-    def frozen(self) -> int:
-        """Number of weights that are not trained, such as those that LoRA adds to."""
+    def frozen_bytes(self) -> int:
+        """Memory of the weights that are not trained, such as those that LoRA adds to."""
         networks = self.engine.task.players.values()
-        return sum(value.numel() for network in networks for value in network.parameters() if not value.requires_grad)
+        return sum(value.nbytes for network in networks for value in network.parameters() if not value.requires_grad)
 
 
 def assemble(

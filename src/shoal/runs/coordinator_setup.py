@@ -235,7 +235,7 @@ def _cut(run: Run, agreed: RunAgreement) -> TaskSplit:
         parameters=size,
         vocabulary=agreed.parts.data.info.vocab_size or 0,
         megabits=8e-6 * (codecs.encoded_bytes(run.updates.codec, size) + 4 * size),
-        frozen=agreed.parts.frozen,
+        frozen_bytes=agreed.parts.frozen_bytes,
     )
     return split_into_tasks(run, extent)
 

@@ -28,8 +28,8 @@ class SplitInput(NamedTuple):
     vocabulary: int
     megabits: float
     """Megabits sent for a contribution, both ways."""
-    frozen: int = 0
-    """Weights that are not trained."""
+    frozen_bytes: int = 0
+    """Memory of the weights that are not trained."""
 
 
 class TaskSplit(NamedTuple):
@@ -47,7 +47,7 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
         contributions = extent.batches // extent.grain
         count = min(contributions, max(extent.workers, min(_PER_WORKER * extent.workers, contributions // _CONTRIBUTIONS)))
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
-    needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
+    needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen_bytes).gb
     tasks = TaskPlan(
         _placed(wanted, extent, needs_gb),
         run.training.epochs,

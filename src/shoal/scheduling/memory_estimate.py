@@ -34,13 +34,13 @@ class MemoryEstimate(NamedTuple):
         return MemoryEstimate(weights, gradients, optimizer, self.activations)
 
 
-def training_memory(run: Run, parameters: int, vocabulary: int = 0, frozen: int = 0) -> MemoryEstimate:
-    """Memory of a worker with one process. Weights, gradients and optimizer state are 32-bit; activations are those of one batch.
+def training_memory(run: Run, parameters: int, vocabulary: int = 0, frozen_bytes: int = 0) -> MemoryEstimate:
+    """Memory of a worker with one process. Trained weights, gradients and optimizer state are 32-bit; activations are those of one batch.
 
-    `vocabulary`: vocabulary size of a language model. `frozen`: number of weights that are not trained.
+    `vocabulary`: vocabulary size of a language model. `frozen_bytes`: memory of the weights that are not trained.
     """
     kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, getattr(run.model, "num_layers", None))
-    return MemoryEstimate(_FLOAT * (parameters + frozen), _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
+    return MemoryEstimate(_FLOAT * parameters + frozen_bytes, _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
 
 
 def stage_memory(run: Run, parameters: int, copied: int, layers: int, vocabulary: int, under_way: int) -> MemoryEstimate:

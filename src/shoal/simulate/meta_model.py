@@ -60,7 +60,7 @@ class MetaModel(NamedTuple):
 
     def memory(self, run: Run) -> memory.MemoryEstimate:
         """Memory of a worker, or of each of its devices."""
-        whole = memory.training_memory(run, self.parameters, self.vocabulary, self.parts.frozen)
+        whole = memory.training_memory(run, self.parameters, self.vocabulary, self.parts.frozen_bytes)
         return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:

@@ -82,9 +82,11 @@ def _made(auto_class: Any, config: Any) -> nn.Module:
         return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
-def read_causal_model(name: str, config: Any, token: str | None = None) -> tuple[nn.Module, Mapping[str, Any]]:
-    """A causal language model with its weights, and transformers' report of what the files lacked."""
-    return _read(_auto("AutoModelForCausalLM"), name, config, token, dtype=torch.float32)
+def read_causal_model(name: str, config: Any, token: str | None = None, as_stored: bool = False) -> tuple[nn.Module, Mapping[str, Any]]:
+    """A causal language model with its weights in float32, or in the type of the files, and transformers' report of what these lacked."""
+    if as_stored:
+        config.dtype = None  # a configuration may name another type than the files have
+    return _read(_auto("AutoModelForCausalLM"), name, config, token, dtype="auto" if as_stored else torch.float32)
 
 
 def read_classifier(name: str, token: str | None = None) -> nn.Module:

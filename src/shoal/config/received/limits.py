@@ -76,7 +76,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("model[moe].episodic_memory", Limit.ANY, "enabled capacity top_k chunk_size vectors replay_rate replay_weight"),
     LimitedSettings("model[dcgan]", Limit.ANY, "latent_dim generator_features discriminator_features image_size channels"),
     LimitedSettings("model[huggingface]", Limit.READS_OR_HUB, "pretrained weights"),
-    LimitedSettings("model[huggingface]", Limit.ANY, "from_scratch num_layers layers"),
+    LimitedSettings("model[huggingface]", Limit.ANY, "from_scratch num_layers load layers"),
     LimitedSettings("model[huggingface].lora", Limit.ANY, "rank alpha rslora dora dropout target_modules"),
     LimitedSettings("model[factory]", Limit.FUNCTION, "function loss"),
     # --- data

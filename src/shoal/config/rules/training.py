@@ -297,6 +297,36 @@ def stages_have_no_adapters(settings: Settings, engine: str, lora: Any) -> None:
         settings.report("engine", message, "model.lora", "engine.kind", help="set it to null, or take the engine ddp or fsdp")
 
 
+@rule("model.load", "model.lora")
+def only_frozen_weights_are_stored_in_few_bits(settings: Settings, load: str, lora: Any) -> None:
+    if load != "fp32" and lora is None:
+        message = f"all weights are trained, and weights in {load} cannot be: an optimizer's steps are smaller than their distances"
+        settings.report("load", message, "model.load", "model.lora", help="set model.lora, such as {rank: 8}, or model.load to fp32")
+
+
+@rule("engine.kind", "model.load")
+def fsdp_shards_float32(settings: Settings, engine: str, load: str) -> None:
+    if engine == "fsdp" and load != "fp32":
+        message = f"fsdp shards the frozen weights too, and weights in {load} are not cut"
+        help = "take the engine ddp, where each device has all frozen weights, or set model.load to fp32"
+        settings.report("load", message, "model.load", "engine.kind", help=help)
+
+
+@rule("engine.kind", "engine.zero_stage", "model.load")
+def zero_3_shards_float32(settings: Settings, engine: str, stage: int, load: str) -> None:
+    if engine == "deepspeed" and stage == 3 and load != "fp32":
+        message = f"ZeRO 3 shards the frozen weights too, and weights in {load} are not cut"
+        help = "take ZeRO 2, where each device has all frozen weights, or set model.load to fp32"
+        settings.report("load", message, "model.load", "engine.zero_stage", help=help)
+
+
+@rule("training.precision.kind", "engine.kind", "model.load")
+def frozen_weights_are_multiplied_as_they_are(settings: Settings, precision: str, engine: str, load: str) -> None:
+    if load != "fp32" and (precision in EMULATED or (precision == "fp16" and engine == "deepspeed")):
+        message = f"weights that are stored in {load} are not multiplied in {precision}" + (" by DeepSpeed" if precision == "fp16" else "")
+        settings.report("load", message, "training.precision.kind", "model.load", help="take bf16 or fp32, or set model.load to fp32")
+
+
 @rule("engine.kind", "engine.zero_stage", "training.compile")
 def partitioned_weights_are_not_compiled(settings: Settings, engine: str, stage: int, compile: bool | str) -> None:
     """ZeRO 3 gathers a layer's weights in hooks that torch's compiler does not see: to the compiler they are empty."""

@@ -129,7 +129,7 @@ def tables_of(network: nn.Module) -> set[int]:
         return known
     tables = [module.weight for module in network.modules() if isinstance(module, nn.Embedding)]
     words = {len(table) for table in tables}
-    last = [module.weight for module in network.modules() if isinstance(module, nn.Linear)][-1:]
+    last = [module.weight for module in [one for one in network.modules() if isinstance(one, nn.Linear)][-1:]]
     return {id(table) for table in [*tables, *(weight for weight in last if len(weight) in words)]}
 
 

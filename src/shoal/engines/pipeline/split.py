@@ -18,6 +18,7 @@ from shoal.config.schema.engine import Pipeline
 from shoal.engines.single import free_memory
 from shoal.engines.world import World
 from shoal.errors import ShoalError
+from shoal.models.huggingface.frozen_weights import FrozenLinear
 from shoal.models.layers.expert_layer import ExpertLayer
 from shoal.models.partial_model import layers_in
 from shoal.models.split_model import layer_count, make_ends, make_stage
@@ -124,9 +125,14 @@ def _work(module: nn.Module) -> float:
 
 
 def numbers_used(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
-    """Each weight, and how many of its numbers a token meets: of a mixture's experts those that it goes to."""
+    """Each weight, and how many of its numbers a token meets: of a mixture's experts those that it goes to; of a weight in few bits as many
+    as it stands for."""
     stacks = {id(one): layer for layer in module.modules() if isinstance(layer, ExpertLayer) for one in layer.parameters(recurse=False)}
+    in_few_bits = {place: count for one in module.modules() if isinstance(one, FrozenLinear) for place, count in one.numbers().items()}
     for weight in module.parameters():
+        if id(weight) in in_few_bits:
+            yield weight, in_few_bits[id(weight)]
+            continue
         layer = stacks.get(id(weight))
         yield weight, weight.numel() * (1.0 if layer is None else layer.router.per_token / layer.count)
 

@@ -10,7 +10,7 @@ Shapes: N rows of a matrix, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -188,11 +188,16 @@ def _computes_the_same(inner: Any) -> GptConversion | None:
             ours = GptConversion(small.inner).convert(small.state_dict().__getitem__)
     except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
+    with torch.device("cpu"):
+        return found if all(_close(theirs, own) for theirs, own in _logits_of_both(small, ours)) else None
+
+
+def _logits_of_both(small: HuggingFace, ours: Gpt) -> Iterator[tuple[Tensor, Tensor]]:
     ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     caches = small.new_cache(0), ours.new_cache(0)
-    pairs = [(small(piece_BL, cache=caches[0]), ours(piece_BL, cache=caches[1])) for piece_BL in (ids_BL, ids_BL[:, :1])]
-    pairs.append((small(ids_BL, attention_mask=mask_BS)[:, 2:], ours(ids_BL, attention_mask=mask_BS)[:, 2:]))
-    return found if all(_close(theirs, own) for theirs, own in pairs) else None
+    for piece_BL in (ids_BL, ids_BL[:, :1]):
+        yield small(piece_BL, cache=caches[0]), ours(piece_BL, cache=caches[1])
+    yield small(ids_BL, attention_mask=mask_BS)[:, 2:], ours(ids_BL, attention_mask=mask_BS)[:, 2:]
 
 
 def _close(theirs: Tensor, ours: Tensor) -> bool:

@@ -14,6 +14,7 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.as_gpt import gpt_conversion
+from shoal.models.huggingface.frozen_weights import store_frozen
 from shoal.models.huggingface.model import HuggingFace
 
 
@@ -21,6 +22,8 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     token = run.hub.token.reveal() if run.hub.token else None
     network = HuggingFace(pretrained.load(model, token))
     _check_fit(network, model, run, shapes)
+    if model.load != "fp32":
+        store_frozen(network.inner, model.load)
     if model.lora is not None:
         network.inner = _with_lora(network.inner, model.lora)
     return {"model": _with_own_layers(network, model, run) or network}
@@ -69,9 +72,9 @@ def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
 
 
 def _layer_names(inner: nn.Module) -> list[str]:
-    """The last name component of every linear layer."""
-    matrices = (name for name, parameter in inner.named_parameters() if parameter.dim() == 2 and name.endswith(".weight"))
-    return sorted({name.split(".")[-2] for name in matrices})
+    """The last name component of every layer with a matrix."""
+    layers = (name for name, layer in inner.named_modules() if getattr(getattr(layer, "weight", None), "ndim", 0) == 2)
+    return sorted({name.split(".")[-1] for name in layers})
 
 
 def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: DataShapes) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import padded_rows
-from shoal.models.huggingface import pretrained
+from shoal.models.huggingface import frozen_weights, pretrained
 from shoal.models.huggingface.packing import check_documents_apart, document_arguments
 
 CACHE_NAMES = ("past_key_values", "cache_params")
@@ -167,8 +167,13 @@ class HuggingFace(nn.Module):
         pretrained.save(pretrained.as_classifier(self.merged(), head_1D), folder)
 
     def merged(self) -> Any:
-        """The model of transformers, with LoRA adapters merged. This object must not be used afterwards."""
-        return self.inner.merge_and_unload() if self.has_adapters else self.inner
+        """The model of transformers, with LoRA adapters merged in float32. This object must not be used afterwards."""
+        if not self.has_adapters:
+            return self.inner
+        frozen_weights.restore(self.inner)
+        merged = self.inner.merge_and_unload()
+        frozen_weights.turn_back(merged)
+        return merged
 
 
 def mask_arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:

@@ -22,7 +22,8 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
-    """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read."""
+    """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read. Where the settings store
+    the weights in fewer bits, it has the type of its files: its tensors are parts of these until they are used."""
     _transformers()
     for folder in {model.pretrained, model.weights or model.pretrained}:
         check_manifest(Path(folder))
@@ -33,7 +34,7 @@ def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
         with _explained("model.pretrained", model.pretrained):
             return huggingface.causal_model_of(config)
     setting, name = ("model.pretrained", model.pretrained) if model.weights is None else ("model.weights", model.weights)
-    return _with_weights(setting, name, config, token)
+    return _with_weights(setting, name, config, token, as_stored=model.load != "fp32")
 
 
 def _transformers() -> Any:
@@ -44,9 +45,9 @@ def _transformers() -> Any:
     return transformers
 
 
-def _with_weights(setting: str, name: str, config: Any, token: str | None) -> nn.Module:
+def _with_weights(setting: str, name: str, config: Any, token: str | None, as_stored: bool) -> nn.Module:
     with _explained(setting, name):
-        inner, report = huggingface.read_causal_model(name, config, token)
+        inner, report = huggingface.read_causal_model(name, config, token, as_stored)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ShoalError(f"{setting}: the weights of {name} lack {len(missing)} tensors of the model, such as {missing[0]}")

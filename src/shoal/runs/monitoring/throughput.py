@@ -97,7 +97,7 @@ def operations_per_token(run: Run, model: Any) -> float:
     tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     output = getattr(model, "output_weight", None)
     inner = getattr(getattr(model, "inner", None), "get_output_embeddings", lambda: None)()
-    used_twice = {id(one) for one in (output, getattr(inner, "weight", None)) if one is not None}
+    used_twice = {id(one) for one in (output, getattr(inner, "codes", None), getattr(inner, "weight", None)) if one is not None}
     looked_up = [table.weight for table in tables if id(table.weight) not in used_twice]
     products -= sum((_PASSES + _WEIGHT_GRADIENT * weight.requires_grad) * weight.numel() for weight in looked_up)
     layers, width = _shape(run, model)

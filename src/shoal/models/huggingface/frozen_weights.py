@@ -1,0 +1,268 @@
+"""Frozen weights in 16, 8 or 4 bits: layers that store a weight as bf16, int8 or nf4 and compute with the weight that these bits give.
+
+int8 has one scale per row. nf4 is the data type of QLoRA, packed as bitsandbytes packs it: blocks of 64 weights with one scale, two
+weights a byte. It is written in plain torch, since bitsandbytes and torchao have no kernels for every machine that Shoal trains on.
+
+Holds: a layer computes exactly what a linear layer with the restored weight computes, in the type of its input or of autocast; its gradient
+is that layer's gradient. No restored weight outlives the product that it is restored for.
+
+Shapes: B blocks, I input, O output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.models.compile_rules import not_compiled
+
+BLOCK = 64
+"""Weights that share a scale in nf4."""
+# fmt: off
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+"""The 16 values of nf4, in units of the block's largest: quantiles of the normal distribution (Dettmers et al., 2023)."""
+_BLOCKS_AT_A_TIME = 1 << 14
+"""Blocks that are restored at a time on a CPU, so that what lies between fits its cache; other devices take them all."""
+_MOST_LEFT = 0.05
+"""Share of a model's weights that may lie outside of linear layers and embeddings, and stay in float32."""
+
+
+class Stored(NamedTuple):
+    """A matrix in few bits."""
+
+    codes: Tensor
+    scales: Tensor | None
+
+
+def stored(weight_OI: Tensor, kind: str) -> Stored:
+    """A matrix as bf16, int8 or nf4."""
+    if kind == "bf16":
+        return Stored(weight_OI.to(torch.bfloat16), None)
+    if kind == "int8":
+        weight_OI = weight_OI.float()
+        largest_O = weight_OI.abs().amax(1)
+        return Stored((weight_OI * (127 / _nonzero(largest_O)).unsqueeze(1)).round().to(torch.int8), largest_O / 127)
+    return _stored_nf4(weight_OI.float().flatten())
+
+
+def _stored_nf4(flat: Tensor) -> Stored:
+    table = torch.tensor(NF4, device=flat.device)
+    between = (table[1:] + table[:-1]) / 2
+    blocks = math.ceil(flat.numel() / BLOCK)
+    values_B = F.pad(flat, (0, blocks * BLOCK - flat.numel())).view(blocks, BLOCK)
+    codes, scales = torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device=flat.device), values_B.abs().amax(1)
+    for start in range(0, blocks, _BLOCKS_AT_A_TIME):
+        part = slice(start, min(start + _BLOCKS_AT_A_TIME, blocks))
+        nearest = torch.bucketize(values_B[part] / _nonzero(scales[part]).unsqueeze(1), between).to(torch.uint8).flatten()
+        codes[part.start * BLOCK // 2 : part.stop * BLOCK // 2] = nearest[::2] << 4 | nearest[1::2]
+    return Stored(codes, scales)
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def restored(codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The matrix [O, I] that the bits give, rounded once to `dtype`."""
+    if scales is None:
+        return codes.to(dtype)
+    if kind == "int8":
+        return torch.mul(codes, scales.unsqueeze(1), out=torch.empty(shape, dtype=dtype, device=codes.device))
+    blocks = scales.numel()
+    table = torch.tensor(NF4, device=codes.device)
+    # A byte selects two weights: both lie side by side in a table of 256 numbers of 64 bits
+    pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).view(torch.int64).flatten()
+    weight = torch.empty(blocks, BLOCK, dtype=dtype, device=codes.device)
+    step = _BLOCKS_AT_A_TIME if codes.device.type == "cpu" else blocks
+    for start in range(0, blocks, step):
+        part = slice(start, min(start + step, blocks))
+        found = pairs.index_select(0, codes[part.start * BLOCK // 2 : part.stop * BLOCK // 2].int()).view(torch.float32)
+        torch.mul(found.view(-1, BLOCK), scales[part].unsqueeze(1), out=weight[part])
+    return weight.flatten()[: shape[0] * shape[1]].view(shape)
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T + bias, with a weight that is restored for each pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, kind: str, shape: tuple[int, int]
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.how = kind, shape, x.dtype
+        return F.linear(x, restored(codes, scales, kind, shape, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        with torch.autocast(codes.device.type, enabled=False):
+            for_x = gradients[0] @ restored(codes, scales, *ctx.how) if ctx.needs_input_grad[0] else None
+        return for_x, None, None, None, None, None
+
+
+@not_compiled
+def _product(x: Tensor, layer: FrozenLinear) -> Tensor:
+    product: Tensor = _Product.apply(x, layer.codes, layer.scales, layer.bias, layer.kind, layer.shape)  # type: ignore[no-untyped-call]
+    return product
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is stored in few bits and is not trained.
+
+    `weight` restores it as float32: peft reads device, type and, for DoRA, norms from it. `turned`: it replaces a Conv1D of transformers,
+    which stores its matrix transposed.
+    """
+
+    def __init__(self, codes: nn.Parameter, scales: Tensor | None, bias: Tensor | None, kind: str, shape: tuple[int, int]) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = self.shape = shape
+        self.kind, self.turned = kind, False
+        self.codes = codes
+        self.scales = None if scales is None else nn.Parameter(scales, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)  # type: ignore[assignment]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return restored(self.codes, self.scales, self.kind, self.shape, torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return _product(x.to(dtype), self)
+
+    def numbers(self) -> dict[int, int]:
+        """The weights that each of its parameters stands for, by the parameter's id."""
+        scales = {} if self.scales is None else {id(self.scales): 0}
+        return {id(self.codes): self.in_features * self.out_features} | scales
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, kind={self.kind}"
+
+
+class FrozenEmbedding(nn.Embedding):
+    """An embedding that is stored as bf16, not trained, and read as float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class _TurnedLinear(nn.Linear):
+    """A restored layer that was a Conv1D of transformers."""
+
+
+def store_frozen(inner: Any, kind: str) -> None:
+    """Store the weights of a model of transformers in few bits, layer by layer: matrices of linear layers as `kind`, embeddings and the
+    output matrix as bf16; all others become float32. Nothing is trainable afterwards. Raises ShoalError where most weights are elsewhere.
+    """
+    output = inner.get_output_embeddings()
+    replaced = [one for one in inner.modules() if _is_replaced(one)]
+    users = Counter(id(one.weight) for one in replaced)
+    all_users = Counter(id(one._parameters["weight"]) for one in inner.modules() if one._parameters.get("weight") is not None)
+    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the original beside it, so that no other object gets its id
+    places = [(parent, name, child) for parent in inner.modules() for name, child in parent.named_children() if _is_replaced(child)]
+    for parent, name, child in places:
+        place = id(child.weight)
+        if users[place] != all_users[place]:
+            continue  # an embedding of a special class has it too
+        if users[place] > 1 and place not in shared:
+            shared[place] = child.weight, nn.Parameter(child.weight.detach().to(torch.bfloat16), requires_grad=False)
+        setattr(parent, name, _frozen(child, "bf16" if child is output else kind, shared[place][1] if place in shared else None))
+        child._parameters["weight"] = None  # what it held is freed before the next layer is stored
+    inner.requires_grad_(False)
+    for one in inner.modules():
+        if not isinstance(one, FrozenLinear | FrozenEmbedding):
+            _to_float32(one)
+    inner.config.dtype = torch.float32
+    _check_left(inner)
+
+
+def _conv1d() -> type[nn.Module]:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, nn.Embedding, _conv1d())
+
+
+def _frozen(layer: Any, kind: str, given: nn.Parameter | None) -> nn.Module:
+    """The layer that replaces another. `given`: its weight as bf16, where several layers share it."""
+    kind = "bf16" if given is not None else kind
+    if isinstance(layer, nn.Embedding):
+        weight = given if given is not None else nn.Parameter(layer.weight.detach().to(torch.bfloat16), requires_grad=False)
+        made = FrozenEmbedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
+        made.weight = weight
+        return made
+    turned = isinstance(layer, _conv1d())
+    weight_OI = layer.weight.detach().t() if turned else layer.weight.detach()
+    codes, scales = (given, None) if given is not None else stored(weight_OI.contiguous(), kind)
+    if not isinstance(codes, nn.Parameter):
+        codes = nn.Parameter(codes, requires_grad=False)
+    linear = FrozenLinear(codes, scales, layer.bias, kind, (weight_OI.shape[0], weight_OI.shape[1]))
+    linear.turned = turned
+    return linear
+
+
+def _to_float32(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.float()
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.dtype in (torch.bfloat16, torch.float16):
+            setattr(module, name, buffer.float())
+
+
+def _check_left(inner: nn.Module) -> None:
+    """Raises ShoalError where more than a few weights stay in float32."""
+    kept = [(name, one) for name, one in inner.named_parameters() if one.dtype == torch.float32 and one.dim() > 1]
+    tables = {id(one.weight) for one in inner.modules() if isinstance(one, nn.Embedding)}
+    left = [(name, one) for name, one in kept if id(one) not in tables and not name.endswith(".scales")]
+    whole = sum(one.in_features * one.out_features for one in inner.modules() if isinstance(one, FrozenLinear))
+    if sum(one.numel() for _, one in left) > _MOST_LEFT * whole:
+        largest = max(left, key=lambda one: one[1].numel())[0]
+        raise ShoalError(
+            f"model.load: {type(inner).__name__} (model.pretrained) has weights outside of linear layers, such as {largest}, "
+            "and only linear layers and embeddings are stored in few bits: set it to fp32"
+        )
+
+
+def restore(inner: Any) -> None:
+    """Replace the layers of `store_frozen` by float32 layers of torch; what was shared stays shared. Call `turn_back` once adapters are
+    merged into them."""
+    shared: dict[int, nn.Parameter] = {}
+    frozen = [(parent, name, one) for parent in inner.modules() for name, one in parent.named_children()]
+    for parent, name, one in frozen:
+        if isinstance(one, FrozenLinear | FrozenEmbedding):
+            place = id(one.codes if isinstance(one, FrozenLinear) else one.weight)
+            if place not in shared:
+                shared[place] = nn.Parameter(one.weight.detach().float(), requires_grad=False)
+            setattr(parent, name, _plain(one, shared[place]))
+
+
+def _plain(layer: FrozenLinear | FrozenEmbedding, weight: nn.Parameter) -> nn.Module:
+    if isinstance(layer, FrozenEmbedding):
+        return nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, _weight=weight)
+    made = (_TurnedLinear if layer.turned else nn.Linear)(layer.in_features, layer.out_features, device="meta")
+    made.weight, made.bias = weight, layer.bias
+    return made
+
+
+def turn_back(inner: Any) -> None:
+    """Give a restored model its own classes of layers."""
+    for parent in list(inner.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _TurnedLinear):
+                made: Any = _conv1d()(child.out_features, child.in_features)
+                made.weight, made.bias = nn.Parameter(child.weight.detach().t().contiguous()), child.bias
+                setattr(parent, name, made)
