@@ -21,23 +21,37 @@ from tests.whole.test_one_text_format import small_chat_model
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "finetune.md").read_text(encoding="utf-8")
 
 
+def prepared(folder: Path) -> list[list[str]]:
+    """Write the files of the page into the current folder, and return its commands, block by block."""
+    small_chat_model(folder / "my-model", "smollm2")
+    example = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    config = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    assert config is not None
+    rows = [json.loads(example[1]), *({"messages": chat} for chat in conversations(30))]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "finetune.yaml").write_text(config[1])
+    assert yaml.safe_load(config[1])["model"]["pretrained"] == "my-model"
+    return [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
+
+
+@pytest.mark.long
+def test_two_islands_learn_from_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    (command,) = next(block for block in prepared(tmp_path) if "diloco" in block[0])
+    smaller = ["--set", "training.device=cpu", "--set", "training.epochs=1", "--set", "strategy.inner_steps=2"]
+    assert main([*shlex.split(command)[1:], *smaller]) == 0
+    assert "completed" in capsys.readouterr().err
+    assert (tmp_path / "islands" / "model" / "tokenizer.json").exists()
+
+
 def test_the_commands_of_the_page_lead_to_a_served_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
-    small_chat_model(Path("my-model"), "smollm2")
-    example = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    config = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    commands = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    assert example is not None
-    assert config is not None
-    assert commands is not None
-    rows = [json.loads(example[1]), *({"messages": chat} for chat in conversations(30))]
-    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("finetune.yaml").write_text(config[1])
-    assert yaml.safe_load(config[1])["model"]["pretrained"] == "my-model"
-    *before, serve = [shlex.split(line) for line in commands[1].splitlines()]
+    *before, serve = [shlex.split(line) for line in prepared(tmp_path)[0]]
     assert len(before) == 5
     for words in before:
         smaller = ["--set", "training.device=cpu", "--set", "training.epochs=1"] if words[1] == "train" else []
