@@ -381,9 +381,8 @@ def test_what_only_a_superuser_can_close_is_listed_until_one_has_closed_it(
     listed = "\n".join(schema.missing_protections(school))
     for words in (
         "run code on the server (DO",
-        "pg_logical_emit_message",
-        "lo_create",
-        "pg_export_snapshot",
+        "built-in functions",
+        " more. ",
         "only a superuser can bound temporary files",
     ):
         assert words in listed

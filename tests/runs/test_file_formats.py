@@ -17,8 +17,8 @@ from shoal.data.text.tokenizers.own import CharacterTokenizer
 from shoal.errors import ShoalError
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.up_file import running_process, written_while_up
-from shoal.manifest import write_manifest
 from shoal.protocol.messages import SeatAssigned
+from shoal.runs import converted_models
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.run_reader import DATA, PROVENANCE, STATUS, SUMMARY, RunFolder, read_summary
@@ -26,7 +26,6 @@ from shoal.runs.folder.worker_checkpoint import HALF, SaveSchedule, WorkerCheckp
 from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation, write_join_command
 from shoal.runs.owner import OwnerFile, write_owner_file
 from shoal.runs.training.initial_weights import passage_index_of
-from shoal.serve import gguf
 from shoal.transports.keys import new_keys
 from shoal.updates.worker_state import RoundStart
 
@@ -132,28 +131,24 @@ def test_a_cached_tokenizer_of_another_format_is_trained_again(tmp_path: Path, m
 def test_a_converted_model_of_another_format_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[Path]()
 
-    def convert(file: Path, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        write_manifest(folder)
-        made.append(folder)
+    def convert(file: Path, partial: Path) -> None:
+        (partial / "config.json").write_text("{}")
+        made.append(file)
 
-    monkeypatch.setattr(gguf, "_convert", convert)
-    monkeypatch.setattr(gguf, "state_folder", lambda: tmp_path)
+    monkeypatch.setattr(converted_models, "_convert_gguf", convert)
+    monkeypatch.setattr(converted_models, "state_folder", lambda: tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert gguf.converted(tmp_path / "model.gguf") == gguf.converted(tmp_path / "model.gguf") == made[0]
-    monkeypatch.setattr(gguf, "_CACHE_FORMAT", 2)
-    assert gguf.converted(tmp_path / "model.gguf") == made[1] != made[0]
+    first = converted_models.converted(tmp_path / "model.gguf")
+    assert converted_models.converted(tmp_path / "model.gguf") == first
+    assert len(made) == 1
+    monkeypatch.setattr(converted_models, "_CACHE_FORMAT", converted_models._CACHE_FORMAT + 1)
+    assert converted_models.converted(tmp_path / "model.gguf") != first
+    assert len(made) == 2
 
 
 def test_a_converted_model_that_was_damaged_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert(file: Path, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text("{}")
-        write_manifest(folder)
-
-    monkeypatch.setattr(gguf, "_convert", convert)
-    monkeypatch.setattr(gguf, "state_folder", lambda: tmp_path)
+    monkeypatch.setattr(converted_models, "_convert_gguf", lambda file, partial: (partial / "config.json").write_text("{}"))
+    monkeypatch.setattr(converted_models, "state_folder", lambda: tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    (gguf.converted(tmp_path / "model.gguf") / "config.json").write_text("[]")
-    assert (gguf.converted(tmp_path / "model.gguf") / "config.json").read_text() == "{}"
+    (converted_models.converted(tmp_path / "model.gguf") / "config.json").write_text("[]")
+    assert (converted_models.converted(tmp_path / "model.gguf") / "config.json").read_text() == "{}"

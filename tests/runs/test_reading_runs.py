@@ -49,7 +49,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def records(run: Path, split: str) -> list[dict[str, Any]]:
     lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in one.items() if not name.endswith("_s")} for one in lines if one["split"] == split]
+    return [{name: value for name, value in one.items() if not _is_measured(name)} for one in lines if one["split"] == split]
+
+
+def _is_measured(name: str) -> bool:
+    """Whether a figure differs from one run of the same numbers to the next."""
+    return name.endswith("_s") or name.startswith("seconds/") or name in ("mfu", "memory_bytes")
 
 
 def secrets(seed: int, count: int) -> list[tuple[str, str]]:

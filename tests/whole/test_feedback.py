@@ -112,6 +112,8 @@ def test_chosen_answers_are_learned_first_where_the_settings_say_so(
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tuned = (
         "--set",
+        "data.chat_template=plain",
+        "--set",
         "rlhf.fine_tune.preferences=pairs.jsonl",
         "--set",
         "rlhf.fine_tune.learning_rate=0.03",

@@ -42,7 +42,7 @@ def test_two_islands_learn_from_conversations(tmp_path: Path, monkeypatch: pytes
     (command,) = next(block for block in prepared(tmp_path) if "diloco" in block[0])
     smaller = ["--set", "training.device=cpu", "--set", "training.epochs=1", "--set", "strategy.inner_steps=2"]
     assert main([*shlex.split(command)[1:], *smaller]) == 0
-    assert "completed" in capsys.readouterr().err
+    assert "completed" in capsys.readouterr().out
     assert (tmp_path / "islands" / "model" / "tokenizer.json").exists()
 
 

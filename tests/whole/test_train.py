@@ -253,10 +253,10 @@ def test_a_run_goes_on_with_another_length_and_writes_that_down(folder: Path, ca
 def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["starter", "--run-dir", "run", "--set", "checkpoint.every_steps=5", "--set", "logging.every_steps=1"]
     assert shoal(*arguments, "--set", "training.optimizer.name=SGD", "--learning_rate", "1e38") == 2
-    assert "not a number" in capsys.readouterr().err
+    assert "the loss is nan" in capsys.readouterr().err
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
-    assert "not a number" in summary["error"]
+    assert "the loss is nan" in summary["error"]
 
 
 def test_a_full_disk_is_told_and_training_goes_on(

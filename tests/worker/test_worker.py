@@ -235,6 +235,7 @@ def test_a_gradient_that_is_not_finite_never_overwrites_one_that_is_under_way() 
     """With half precision gradients overflow now and then, while the one before them is still being sent."""
     engine = Engine()
     engine.apply_own = lambda step: None  # type: ignore[method-assign]
+    reported = list[str]()
     surroundings: Any = SimpleNamespace(
         engine=engine,
         feed=Feed(0, 0, 0),
@@ -243,12 +244,14 @@ def test_a_gradient_that_is_not_finite_never_overwrites_one_that_is_under_way() 
         server_step=0.0,
         weights=SimpleNamespace(version=0),
         encoder=UpdateEncoder(engine, Updates()),  # type: ignore[arg-type]
+        report=lambda text: reported.append(text),
     )
     producer = GradientProducer(surroundings, own_steps=True)
     first = producer.make()
     assert first is not None
     engine.gradient.fill_(float("inf"))
     assert producer.make() is None
+    assert len(reported) == 1
     engine.gradient.fill_(2.0)
     second = producer.make()
     assert second is not None

@@ -108,6 +108,8 @@ def open_model(target: str, warn: Callable[[str], None]) -> TrainedModel:
 
 def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     """The networks of a past run, without its data. Raises ShoalError."""
+    if not is_run(Path(path)):
+        raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
     run, root = settings_of(path, warn), run_folder_of(path)
     raw = DATA.read(root / "data.json")
     if raw is None:
