@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,3 +152,19 @@ def test_the_documentation_shows_every_operation_and_loads_nothing_from_elsewher
         assert "number (0 to 2)" in chat.inner_text()
         page.close()
     assert not faults
+
+
+def test_a_server_leaves_the_log_handlers_of_other_libraries_open() -> None:
+    """absl's handler, which TensorBoard brings, closes standard error when it is closed."""
+    closed: list[str] = []
+
+    class Handler(logging.Handler):
+        def close(self) -> None:
+            closed.append("closed")
+            super().close()
+
+    handler = Handler()
+    with running(small_served()):
+        assert closed == []
+    assert closed == []
+    handler.close()

@@ -113,7 +113,8 @@ def bounded_server(app: Any) -> uvicorn.Server:
     """A server for an app, with limits on its connections, on the bytes before a request's body, and on the time that a client takes."""
     bounds: dict[str, Any] = {"http": _limited_protocol(), "timeout_graceful_shutdown": 5, "h11_max_incomplete_event_size": 65536}
     # A connection that turned into a web socket would leave these limits
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", **bounds))
+    # uvicorn's own configuration of logging closes the handlers of every library in this process, and absl's closes standard error
+    return uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", ws="none", **bounds))
 
 
 def _limited_protocol() -> type[asyncio.Protocol]:
