@@ -143,8 +143,8 @@ def make_data(file: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def taken(side: str, cell: Cell, place: Path, number: int) -> dict[str, Any]:
-    asked = {"model": str(place / "model"), "data": str(place / "rows.jsonl"), "out": str(place / f"{side}-{number}"), "threads": 2}
+def taken(side: str, cell: Cell, place: Path) -> dict[str, Any]:
+    asked = {"model": str(place / "model"), "data": str(place / "rows.jsonl"), "out": tempfile.mkdtemp(dir=place) + "/run", "threads": 2}
     asked |= {"steps": STEPS, "batch": 4 if cell.packed else 8, "length": LENGTH, "packed": cell.packed, "lora": cell.lora}
     if side == "peer":
         found: dict[str, Any] = figures("trl", TRL, json.dumps(asked))
@@ -164,9 +164,9 @@ def measure() -> Iterator[Row]:
         make_data(place / "rows.jsonl")
         for cell in CELLS:
             found: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
-            for number in range(ROUNDS):
+            for _ in range(ROUNDS):
                 for side, runs in found.items():
-                    runs.append(taken(side, cell, place, len(found["ours"]) * 10 + number))
+                    runs.append(taken(side, cell, place))
             cost, memory = (
                 {side: statistics.median(of(run) for run in runs) for side, runs in found.items()}
                 for of in (lambda run: 1e3 * run["seconds"] / run["tokens"], lambda run: run["peak"])
