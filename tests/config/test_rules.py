@@ -57,6 +57,7 @@ BROKEN = [
     ("engine", CUT + "{kind: moe, episodic_memory: {enabled: true}}\n", ["model.episodic_memory.enabled", "engine.kind"]),
     ("engine", CUT + "{kind: huggingface, pretrained: gpt2, lora: {rank: 2}}\n", None),
     ("load", "model: {kind: huggingface, pretrained: gpt2, load: nf4}\n", ["model.load"]),
+    ("model", "model: {kind: huggingface, pretrained: gpt2, layers: own, lora: {rank: 2}}\n", ["model.layers"]),
     ("load", "engine: {kind: fsdp}\n" + FEW_BITS, ["model.load", "engine.kind"]),
     ("load", "engine: {kind: deepspeed, zero_stage: 3}\n" + FEW_BITS, ["model.load", "engine.zero_stage"]),
     ("load", "training: {precision: {kind: nvfp4}}\n" + FEW_BITS, ["training.precision.kind", "model.load"]),

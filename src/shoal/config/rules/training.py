@@ -297,6 +297,13 @@ def stages_have_no_adapters(settings: Settings, engine: str, lora: Any) -> None:
         settings.report("engine", message, "model.lora", "engine.kind", help="set it to null, or take the engine ddp or fsdp")
 
 
+@rule("model.layers", "model.lora")
+def adapters_are_beside_the_original_layers(settings: Settings, layers: str, lora: Any) -> None:
+    if layers == "own" and lora is not None:
+        message = "LoRA's matrices are put beside the layers of transformers, and not beside Shoal's own"
+        settings.report("model", message, "model.layers", "model.lora", help="set model.layers to auto, or model.lora to null")
+
+
 @rule("model.load", "model.lora")
 def only_frozen_weights_are_stored_in_few_bits(settings: Settings, load: str, lora: Any) -> None:
     if load != "fp32" and lora is None:
