@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import sys
 import threading
 from contextlib import suppress
@@ -11,6 +12,19 @@ from typing import NoReturn
 
 DECLINED = 3
 """Exit code of a machine whose user did not agree to what a run asks of it."""
+
+
+def reader_is_gone() -> bool:
+    """Whether what this process prints has no reader any more, as after `shoal … | head`."""
+    try:
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except BrokenPipeError:
+        return True
+    except (OSError, ValueError, AttributeError):  # it is closed or missing, or the system has no `poll`
+        return False
+    return bool(poll.poll(0))
 
 
 def end_process(code: int) -> NoReturn:

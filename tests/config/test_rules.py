@@ -21,6 +21,7 @@ from shoal.config.rules.unused_settings import NO_EFFECT
 from shoal.config.schema.training import KEYWORDS
 from shoal.config.show import explain, provenance, show
 from shoal.errors import masked
+from shoal.runs.folder.run_directory import settings_text
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 
@@ -573,6 +574,16 @@ def test_a_short_test_run_of_a_long_config_only_warns() -> None:
     loaded = resolve([ConfigFile("gpu/base")], [parse_override("training.max_steps=100")], environ={})
     assert loaded.ok
     assert [problem.code for problem in loaded.problems] == ["warm-up"]
+
+
+def test_the_settings_that_a_run_wrote_of_such_layers_load_again(tmp_path: Path) -> None:
+    loaded = resolve([ConfigFile("gpu/base")], [parse_override("training.max_steps=100")], environ={})
+    (tmp_path / "config.yaml").write_text(settings_text(loaded.run))
+    again = resolve([ConfigFile(str(tmp_path / "config.yaml"))], environ={})
+    assert again.run == loaded.run
+    assert [(problem.code, problem.severity) for problem in again.problems] == [("warm-up", "warning")]
+    more = resolve([ConfigFile(str(tmp_path / "config.yaml"))], [parse_override("training.schedule.power=2")], environ={})
+    assert [problem.code for problem in more.problems] == ["warm-up", "no-effect"]
 
 
 def test_a_later_layer_outdates_the_global_batch() -> None:

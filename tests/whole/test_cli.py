@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,26 @@ def test_output_that_a_full_disk_does_not_take_is_told() -> None:
         command, environ = [sys.executable, "-m", "shoal", "--version"], {**os.environ, "PYTHONUNBUFFERED": ""}
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False, env=environ)
     assert (done.returncode, done.stderr) == (1, "error: not all that was printed could be written: No space left on device\n")
+
+
+# --- output without a reader ------------------------------------------------------------------
+
+
+def test_output_that_is_read_no_further_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shoal … | head`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr("shoal.cli.main._run", lambda arguments: print("text", flush=True))
+    with suppress(BrokenPipeError), open(os.devnull, "w") as errors, open(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert main([]) == 0
+
+
+def test_another_connection_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: list[str]) -> int:
+        raise BrokenPipeError("the other end of a connection")
+
+    monkeypatch.setattr("shoal.cli.main._run", run)
+    with pytest.raises(BrokenPipeError):
+        main([])

@@ -178,6 +178,20 @@ def test_what_a_later_phase_lacks_is_reported_before_the_first(
     assert not Path("run").exists()
 
 
+def test_pairs_that_make_no_batch_are_refused_before_the_base_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
+    reward = ("--set", "rlhf.reward={kind: trained, preferences: pairs.jsonl}")
+    tuned = ("--set", "rlhf.fine_tune.preferences=pairs.jsonl")
+    assert train("--run-dir", "run", *tuned) == 2
+    assert "error: phase answers: pairs.jsonl: chosen answers: the text to learn from has 6 tokens" in capsys.readouterr().err
+    assert train("--run-dir", "run", *reward) == 2
+    assert "error: phase reward: 2 samples over 1 shard do not make one batch of 8: take more data" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
 def test_a_file_that_names_its_task_trains_its_base_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert train("--run-dir", "run", "--set", "task=ppo", "--set", "rlhf.ppo.steps=1") == 0

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from shoal import __version__
 from shoal.errors import ShoalError
-from shoal.process_exit import end_process
+from shoal.process_exit import end_process, reader_is_gone
 from shoal.process_title import hide_secrets
 
 COMMANDS = {
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         report(error)
         return 2
-    except BrokenPipeError:  # `shoal … | head`
+    except BrokenPipeError:
+        if not reader_is_gone():
+            raise
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.cli.options import base_command, load
@@ -28,6 +28,8 @@ def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: l
     _check_phase(arguments.phase, [phase.name for phase in all_phases])
     asked = [phase for phase in all_phases if arguments.phase in (None, phase.name)]
     plans = {phase.name: _plan_phase(phase, arguments, overrides, root / phase.name) for phase in asked if not is_done(root / phase.name)}
+    if len(plans) > 1:
+        _check_pairs(plans)
     code, speaks = 0, plan.here is None or (plan.here.rank == 0 and not plan.here.file)
     for number, phase in enumerate(all_phases, 1):
         folder = root / phase.name
@@ -44,6 +46,18 @@ def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: l
     if speaks and is_done(root / POLICY):
         _print_comparison(plan, root)
     return code
+
+
+def _check_pairs(plans: Mapping[str, StartPlan]) -> None:
+    """Raise ShoalError where the pairs of a phase do not make one batch: an earlier phase may take hours."""
+    from shoal.runs.build_run import check_batches
+
+    for name, plan in plans.items():
+        if plan.run.chosen_task.needs != "prompts" and name != BASE:
+            try:
+                check_batches(plan.run)
+            except ShoalError as error:
+                raise ShoalError(f"phase {name}: {error}") from None
 
 
 def _check_phase(asked: str | None, names: Sequence[str]) -> None:

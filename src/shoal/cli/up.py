@@ -104,9 +104,9 @@ def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
 def _settings(plan: StartPlan) -> str:
     """The whole configuration as one file. Secrets come from the environment again."""
     from shoal.config.fields import as_data
-    from shoal.config.show import to_yaml
+    from shoal.config.show import resolved_text
 
-    return "dialect: shoal\n" + to_yaml(as_data(plan.run, mask=None)).replace("${", "$${")
+    return resolved_text(as_data(plan.run, mask=None))
 
 
 def _show(written: BatchScript) -> None:

@@ -30,6 +30,8 @@ class Layer(NamedTuple):
     name: str
     rank: int
     dialect: str = "shoal"
+    resolved: bool = False
+    """Whether a run wrote it, from all of its settings, which were checked from layer to layer."""
 
 
 class Assignment(NamedTuple):
@@ -210,7 +212,10 @@ class Settings:
         self.problems.append(Problem(code, message, labels, self.spelling(paths[0]), help, severity))
 
     def warn_no_effect(self, path: str, why: str, *others: str, help: str = "") -> None:
-        """Warn that a setting has no effect."""
+        """Warn that a setting has no effect, unless a run wrote it, as it writes every setting."""
+        last = self.last(tuple(path.split(".")))
+        if last is not None and last.layer.resolved:
+            return
         self.report("no-effect", f"`{self.spelling(path)}` has no effect: {why}", path, *others, help=help, severity="warning")
 
     def derive(self, dotted: str, value: Any, because: str) -> None:

@@ -208,7 +208,7 @@ class _Loader:
                 help = f"say which: --dialect NAME, or a line `dialect: {names[0]}` at its top"
                 self.report(Problem("ambiguous-dialect", message, (Label(source.whole()),), help=help))
                 continue
-            files.append(_ParsedFile(root, Layer(source.layer, 10 + source.order, name)))
+            files.append(_ParsedFile(root, Layer(source.layer, 10 + source.order, name, name == NATIVE and _is_resolved(root))))
         return files
 
     def possible(self, root: YamlNode) -> list[str]:
@@ -383,6 +383,14 @@ class _Loader:
                 spelling = assignment.node.user_path
                 warnings.append(Problem("no-effect", f"`{spelling}` has no effect: {reason}", labels, spelling, severity="warning"))
         return warnings
+
+
+def _is_resolved(root: YamlNode) -> bool:
+    """Whether a run wrote a file; removes its `resolved:` line."""
+    entry = root.value.get("resolved")
+    if entry is None or not isinstance(entry.value.value, bool):
+        return False
+    return bool(root.value.pop("resolved").value.value)
 
 
 def _paths_of(dialect: str) -> list[str]:

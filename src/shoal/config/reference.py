@@ -29,6 +29,7 @@ def json_schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     root = _section(Run, definitions)
     root["properties"]["dialect"] = {"enum": [*DIALECTS, "shoal"], "description": "the vocabulary of this file"}
+    root["properties"]["resolved"] = {"type": "boolean", "description": "a run wrote this file from all of its settings"}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shoal run"}
     return head | root | {"$defs": definitions}
 

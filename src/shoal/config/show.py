@@ -83,11 +83,20 @@ def _origins(loaded: LoadedConfig) -> dict[Key, str]:
     return {path: functools.reduce(lambda text, secret: text.replace(secret, Secret.MASK), secrets, text) for path, text in origins.items()}
 
 
+def resolved_text(data: dict[str, Any]) -> str:
+    """A native file of all settings of a run. What its layers contradicted each other in was warned of, and is only warned of again."""
+    return f"dialect: shoal\nresolved: true\n{_without_variables(to_yaml(data))}"
+
+
+def _without_variables(text: str) -> str:
+    """Variables were expanded: what looks like one is plain text from now on."""
+    return text.replace("${", "$${")
+
+
 def brief(loaded: LoadedConfig) -> str:
     """A native file that gives the same run: only settings that are neither defaults nor derived. Secrets are left out; they come from the
     environment again."""
-    text = to_yaml(_brief(loaded.run, (), loaded.settings))
-    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
+    return f"dialect: shoal\n{_without_variables(to_yaml(_brief(loaded.run, (), loaded.settings)))}"
 
 
 def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:

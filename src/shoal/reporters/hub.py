@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from shoal import manifest
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
-from shoal.config.show import flat, to_yaml
+from shoal.config.show import flat, resolved_text
 from shoal.data.text.tokenizers.files import saved_files
 from shoal.errors import ShoalError
 from shoal.reporters.background_push import Pusher, Snapshot
@@ -120,7 +120,7 @@ class HubUploads(Reporter):
 
     def _config(self) -> str:
         settings = {name: value for name, value in as_data(self.run, mask=None).items() if name not in _ELSEWHERE}
-        return "dialect: shoal\n" + to_yaml(settings).replace("${", "$${")
+        return resolved_text(settings)
 
     def _without_secrets(self, text: str) -> str:
         """Mask secrets in a text: a user may have copied one into a setting that is not masked by itself."""

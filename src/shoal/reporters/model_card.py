@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.schema.training import Optimizer
-from shoal.config.show import to_yaml
+from shoal.config.show import resolved_text
 from shoal.runs.folder.run_reader import DATA, is_figure
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
@@ -160,7 +160,7 @@ class LocalCard(Reporter):
         settings = {name: value for name, value in as_data(recorder.run).items() if name not in _NOT_IN_CARD}
         sample = max((folder / "samples").glob("step-*"), key=lambda path: path.name, default=None)
         try:
-            card = write_card(facts_of(recorder, str(folder)), recorder.directory.metrics(), sample, "dialect: shoal\n" + to_yaml(settings))
+            card = write_card(facts_of(recorder, str(folder)), recorder.directory.metrics(), sample, resolved_text(settings))
             (folder / "README.md").write_text(card, encoding="utf-8")
         except OSError as error:
             recorder.message(f"warning: there is no model card in {folder}: {error.strerror or error}")

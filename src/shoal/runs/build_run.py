@@ -17,6 +17,7 @@ from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
 from shoal.config.schema.rlhf import FunctionReward
 from shoal.data.interfaces import Progress
+from shoal.data.text.tokenizers.lookup import TRAINED
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
@@ -183,6 +184,16 @@ def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, 
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
     )
+
+
+def check_batches(run: Run) -> None:
+    """Raises ShoalError where the samples of a run do not make one batch. A tokenizer that is still to be trained is taken to be `bytes`,
+    which gives at least as many tokens."""
+    run = _with_parts_of_policy(run, None)
+    if run.data.tokenizer in TRAINED:
+        run = run.replace(data=run.data.replace(tokenizer="bytes"))
+    if data.retrieval_of(run) is None:
+        feed_for_seat(run, data.load(run))
 
 
 def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[data.Batch]] | None:

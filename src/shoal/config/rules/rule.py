@@ -45,8 +45,9 @@ def apply(settings: Settings) -> None:
 
 
 def across(settings: Settings, *paths: str) -> Severity:
-    """The severity of a contradiction: an error within one layer, a warning across layers."""
-    return "error" if len({settings.rank(path) for path in paths}) == 1 else "warning"
+    """The severity of a contradiction: an error within one layer, a warning across layers and in a run's own file, which has them all."""
+    layers = {last.layer for path in paths if (last := settings.last(tuple(path.split("."))))}
+    return "error" if len({settings.rank(path) for path in paths}) == 1 and not any(layer.resolved for layer in layers) else "warning"
 
 
 def changed(settings: Settings, path: str) -> bool:

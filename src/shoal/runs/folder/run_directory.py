@@ -29,7 +29,7 @@ from typing import Any, TextIO
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.load import ConfigFile, LoadedConfig, resolve
-from shoal.config.show import provenance, to_yaml
+from shoal.config.show import provenance, resolved_text
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
 from shoal.coordinator.durable.records import JournalReader
@@ -284,8 +284,7 @@ def unchanging_files(folder: Path) -> list[str]:
 
 def settings_text(run: Run) -> str:
     """All settings of a run as a configuration file, without secrets, which come from the environment."""
-    text = to_yaml(as_data(run, mask=None))
-    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were already expanded, so a remaining ${ is plain text
+    return resolved_text(as_data(run, mask=None))
 
 
 def is_abandoned(path: Path) -> bool:

@@ -18,7 +18,9 @@ from shoal.errors import ShoalError
 from shoal.manifest import check_manifest, is_small
 from shoal.untrusted.huggingface import read_tokenizer
 
-OWN = ("bytes", "bpe", "characters")
+TRAINED = ("bpe", "characters")
+"""Tokenizers that are made from the training text."""
+OWN = ("bytes", *TRAINED)
 _FILES = "tokenizer.json, or vocab.json and merges.txt, or the files that transformers saves"
 
 
@@ -35,7 +37,7 @@ def load_tokenizer(
     """
     if spec == "bytes":
         return ByteTokenizer()
-    if spec in OWN:
+    if spec in TRAINED:
         if texts is None:
             raise ShoalError(f"the tokenizer `{spec}` is made from the training text, and there is none here")
         if spec == "characters":
