@@ -101,7 +101,7 @@ def test_code_that_a_server_names_does_not_run_on_a_node(tmp_path, yes):
     folder = folder_with_code(tmp_path / "theirs", "vit", {"AutoModelForCausalLM": "theirs.B"})
     config = json.dumps({"model_type": "vit", "_name_or_path": str(folder), "auto_map": {"AutoModelForCausalLM": f"{folder}--theirs.B"}})
     with pytest.raises(ShoalError, match=r"the server's model|needs Python code of its own"):
-        model_maker({"config": config}, lambda name: None)[0]()
+        model_maker({"config": config}, lambda name: None, torch.device("cpu"))[0]()
     assert not (folder / "ran").exists()
     assert not yes
 
@@ -130,7 +130,7 @@ def test_shoal_serve_refuses_a_folder_with_code_although_yes_is_piped_into_it(tm
 def test_a_server_cannot_name_a_model_that_exhausts_a_node(monkeypatch, change, reason):
     monkeypatch.setattr(huggingface, "MOST_MODULES", 1000)
     with pytest.raises(ShoalError, match=reason):
-        model_maker({"config": json.dumps({"model_type": "llama"} | TINY | change)}, lambda name: None)[0]()
+        model_maker({"config": json.dumps({"model_type": "llama"} | TINY | change)}, lambda name: None, torch.device("cpu"))[0]()
 
 
 def test_pickled_weights_are_not_read(tmp_path):

@@ -23,7 +23,7 @@ from shoal.serve.nodes.layer_host import LayerHost, LayerRange
 from shoal.serve.nodes.messages import Endpoint
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
 from shoal.serve.nodes.node import NodeProcess, connect_to
-from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodeState, RouteStage, spare_nodes
+from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, LayerSize, NodeState, RouteStage, spare_nodes
 from shoal.serve.nodes.server import NodeServer
 from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Message, Refused, Server
@@ -113,14 +113,15 @@ class Machines:
 
 @contextmanager
 def spread(
-    model, described, names: list[str], expected: int | None = None, keys: Keys | None = None, **settings
+    model, described, names: list[str], expected: int | None = None, keys: Keys | None = None, served: dict | None = None, **settings
 ) -> Iterator[tuple[BatchingEngine, Machines]]:
-    """`keys`: machines come over TCP, encrypted; else without any network."""
+    """`keys`: machines come over TCP, encrypted; else without any network. `served`: other fields of the served model."""
     token = new_token()
     server: Server = InProcessServer(token=token, max_frame_bytes=1 << 24)
     if keys is not None:
         server = serve(Zmq(port=0), ListenOptions(("127.0.0.1",), token, keys, 1 << 24))
-    served = small_served(model, **settings)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
+    nodes = 1 + len(names) if expected is None else expected
+    served = small_served(model, **settings)._replace(nodes=nodes, described=described, **served or {})
     backend, machines = DistributedModel(served, server, lambda text: None), Machines(server, token, keys and keys.public)
     try:
         for name in names:
@@ -234,7 +235,7 @@ def split_evenly(engine: BatchingEngine, machines: int) -> None:
 
 def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
     planner, stages = (
-        LayerPlanner([10] * 4, 1, 0),
+        LayerPlanner([LayerSize(10, 10)] * 4),
         (RouteStage("pi1", LayerRange(0, 2)), RouteStage("pi2", LayerRange(2, 3)), RouteStage("pi3", LayerRange(3, 4))),
     )
     assert planner.reserve(stages, NodeState("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]

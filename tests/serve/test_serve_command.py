@@ -9,11 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.errors import ShoalError
 from shoal.launch.start import address_of_first
+from shoal.models.packed.layers import byte_count, number_count
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.batching import QueueFullError
 from shoal.serve.load_model import open_served
@@ -95,6 +97,17 @@ def test_settings_of_the_run_can_be_changed_for_serving(folder):
     assert served.settings.max_running == 3
 
 
+def test_a_run_is_served_with_packed_weights(folder):
+    plain, packed = (
+        open_served([str(folder / "run")], [parse_override(f"serving.weights={one}")], lambda text: None).model for one in ("auto", "int8")
+    )
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        assert (packed(ids) - plain(ids)).abs().max() <= 0.05 * plain(ids).abs().max()
+    assert byte_count(packed) < 0.5 * byte_count(plain)
+    assert number_count(packed) == number_count(plain)
+
+
 def test_a_folder_of_hugging_face_is_served(tmp_path, shared_data):
     pytest.importorskip("transformers")
     config, tokens = story_folder(shared_data / "lm", tmp_path / "stories")
@@ -143,7 +156,6 @@ def story_folder(source: Path, folder: Path):
 
 def llama_weights(arrays, config):
     """The names that Hugging Face gives them; it turns the two halves of a head where llama2.c turns neighbours."""
-    import torch
 
     def halves(matrix: torch.Tensor, heads: int) -> torch.Tensor:
         return matrix.view(heads, -1, 2, matrix.shape[1]).transpose(1, 2).reshape(matrix.shape)

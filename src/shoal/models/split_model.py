@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from shoal.errors import ShoalError
 from shoal.models.huggingface.stages import HuggingFaceEnds, HuggingFaceStage, layers_of
 from shoal.models.transformer import Trunk
@@ -44,6 +46,6 @@ def make_ends(model: Any, *, before: bool = True, after: bool = True) -> ModelEn
     return HuggingFaceEnds(model, before, after)
 
 
-def layer_parameters(model: Any) -> list[int]:
-    layers: Any = model.blocks if isinstance(model, Trunk) else layers_of(model.inner)
-    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+def layer_modules(model: Any) -> list[nn.Module]:
+    """The layers of a model."""
+    return list(model.blocks if isinstance(model, Trunk) else layers_of(model.inner))

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import SideTextReader, SideTexts
 from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.models.packed.layers import byte_count, number_count
 from shoal.serve.batched_kv_caches import KvCaches
 from shoal.serve.batching import ForwardBatch, MachineEntry, moving_average
 from shoal.serve.nodes.layer_host import memory_for_layers
@@ -99,8 +100,7 @@ class LocalBackend:
         self._readers.pop(request, None)
 
     def machines(self) -> list[MachineEntry]:
-        parameters = list(self.model.parameters())
-        count, size = sum(one.numel() for one in parameters), sum(one.nbytes for one in parameters)
+        count, size = number_count(self.model), byte_count(self.model)
         return [MachineEntry("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens, True)]
 
     def close(self) -> None:

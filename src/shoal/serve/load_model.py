@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from shoal import data
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.schema import Run
@@ -17,13 +19,17 @@ from shoal.errors import ShoalError
 from shoal.files import read_file
 from shoal.manifest import check_manifest
 from shoal.models.generation.side_texts import SideTexts
+from shoal.models.gpt import Gpt
 from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
+from shoal.models.packed.formats import HALF
+from shoal.models.packed.layers import pack_loaded
+from shoal.models.packed.model import PackedModel, joint_kind, kinds_of, stored_kind
 from shoal.models.stages import required_tensors
 from shoal.runs.trained_model import find_model, is_run, open_run, settings_of, side_texts_for
-from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model
-from shoal.serve.nodes.weights import WeightStore
+from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model, model_maker
+from shoal.serve.nodes.weights import PackedStore, WeightStore
 from shoal.untrusted.prompt_process import PromptProcess
 
 PLAIN_STOP_WORDS = ("\nUser:", "\nSystem:")
@@ -52,6 +58,8 @@ class ServedModel(NamedTuple):
     """What another machine needs to make the model without numbers; null: the model cannot be spread."""
     gpt_conversion: GptConversion | None = None
     """How the tensors become those of the model, where our own layers compute a model of Hugging Face."""
+    packed: PackedModel | None = None
+    """The model's structure and tensors, if its layers are packed and on several machines."""
     run: Run | None = None
     """Where machines join, and which there are."""
     beside: SideTexts | None = None
@@ -112,7 +120,12 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     )
     if isinstance(model, HuggingFace):
         return _computed(served, WeightStore(model.state_dict()))
-    return served._replace(described=describe_own_model(trained.run.model, model))
+    described = describe_own_model(trained.run.model, model)
+    kinds = kinds_of(model, run.serving.weights, lambda name: None) if type(model) is Gpt else {}
+    if not kinds:
+        return served._replace(described=described)
+    device = torch.device("cpu")
+    return _packed(served, PackedModel(model_maker(described, model.get_parameter, device)[0], model.get_parameter, kinds), described)
 
 
 def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
@@ -120,7 +133,8 @@ def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     settings: Any = run.model
     model, tensors = _without_numbers(settings) or (None, None)
     if model is None or (nodes == 1 and gpt_conversion(model) is None):
-        model, tensors = HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None
+        inner = load(settings, token, as_stored=run.serving.weights in ("auto", "bf16"))
+        model, tensors = HuggingFace(inner).to(choose_device(run.training.device)), None
     tokenizer = data.load_tokenizer(settings.pretrained, token=token)
     chat = _chat(tokenizer)
     ends = _ends(model, tokenizer, Path(settings.pretrained)) | chat.ends
@@ -159,11 +173,49 @@ def encoder_for(tokenizer: data.Tokenizer) -> PromptProcess | None:
 def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:
     """The model of Hugging Face by our own layers where they can, else by its own. If it is spread, its numbers stay in their files."""
     assert served.run is not None
-    own, described = gpt_conversion(served.model), describe_huggingface_model(served.model)
+    own, described, weights = gpt_conversion(served.model), describe_huggingface_model(served.model), served.settings.weights
     if own is None:
-        return served._replace(tensors=tensors, described=described)
-    model = own.make() if served.nodes > 1 else own.convert(tensors.get).to(choose_device(served.run.training.device))
-    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, gpt_conversion=own)
+        return _by_its_own_layers(served, tensors, described)
+    if weights == "fp32":
+        tensors.served_as = torch.float32
+    kinds = kinds_of(own.make(), weights, lambda name: _stored_kind(own, tensors, name))
+    device = choose_device(served.run.training.device)
+    served = served._replace(gpt_conversion=own)
+    if kinds and (served.nodes > 1 or device.type == "cpu" or not set(kinds.values()) <= set(HALF)):
+        return _packed(served, PackedModel(own.make, lambda name: own.tensor(name, tensors.get), kinds), described)
+    if weights == "bf16":  # on a GPU the whole model computes in half precision
+        tensors.served_as = torch.bfloat16
+    model = own.make() if served.nodes > 1 else own.convert(tensors.get).to(device)
+    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described)
+
+
+def _stored_kind(own: GptConversion, tensors: WeightStore, name: str) -> str | None:
+    return joint_kind({stored_kind(tensors.stored_type(source)) for source in own.sources(name)})
+
+
+def _packed(served: ServedModel, model: PackedModel, described: Mapping[str, Any]) -> ServedModel:
+    """The model with packed layers: whole, or for several machines."""
+    assert served.run is not None
+    if served.nodes == 1:
+        return served._replace(model=model.load(choose_device(served.run.training.device)), described=described)
+    described = {**described, "weights": model.kinds}
+    return served._replace(model=model.make(), packed=model, tensors=PackedStore(model), described=described)
+
+
+def _by_its_own_layers(served: ServedModel, tensors: WeightStore, described: Mapping[str, Any]) -> ServedModel:
+    """A model that only transformers computes. Its linear layers are packed where it is whole. Raises ShoalError."""
+    weights, model = served.settings.weights, served.model
+    if weights in ("int8", "int4") and served.nodes > 1:
+        raise ShoalError(
+            f"{type(model.inner).__name__} is computed by the layers of transformers, which are packed on one machine only: "
+            "set serving.weights to bf16, or serve it with --nodes 1"
+        )
+    if weights in ("int8", "int4"):
+        pack_loaded(model, weights)
+    elif weights != "auto":
+        tensors.served_as = torch.bfloat16 if weights == "bf16" else torch.float32
+        model.to(tensors.served_as)
+    return served._replace(tensors=tensors, described=described)
 
 
 def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:

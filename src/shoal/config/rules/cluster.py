@@ -146,6 +146,13 @@ def alone_or_together(settings: Settings, kind: str, engine: str) -> None:
             settings.warn_no_effect(written[0], "strategy.kind is local, so one worker trains alone", help=help)
 
 
+@rule("serving.weights", "model.kind")
+def weights_can_be_packed(settings: Settings, weights: str, kind: str) -> None:
+    if weights not in ("auto", "fp32") and kind not in ("gpt", "huggingface"):
+        message = f"the weights of a model of kind {kind} are served as they are, not as {weights}"
+        settings.report("weights", message, "serving.weights", "model.kind", help="set serving.weights to auto")
+
+
 @rule("serving.num_nodes", "cluster.workers")
 def nodes_are_there(settings: Settings, nodes: int | None, workers: tuple[str, ...]) -> None:
     if nodes is not None and workers and nodes != len(workers) + 1:

@@ -64,6 +64,10 @@ class Serving(Section):
     spread: Literal["even", "fast"] = "fast"
     """How layers go to machines. fast: by their speed and memory, so that a token takes the least time; a machine that would only slow the
     others down gets no layers and stands by. even: every machine gets layers, equally many as far as its memory allows."""
+    weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
+    """How the model's matrices are held in memory and sent to machines. auto: as they are stored; bf16 stays bf16. int8: one scale per row;
+    int4: a scale and an offset for every 32 numbers, with token embedding and output matrix in int8. For models of the kinds gpt and
+    huggingface."""
     max_new_tokens: PositiveInt = 256
     """Longest answer, in tokens."""
     decoding: Decoding = Decoding()

@@ -21,9 +21,9 @@ from shoal.untrusted import huggingface
 FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
-def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
+def load(model: schema.HuggingFace, token: str | None, as_stored: bool = False) -> nn.Module:
     """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read. Where the settings store
-    the weights in fewer bits, it has the type of its files: its tensors are parts of these until they are used."""
+    the weights in fewer bits, or with `as_stored`, it has the type of its files: its tensors are parts of these until they are used."""
     _transformers()
     for folder in {model.pretrained, model.weights or model.pretrained}:
         check_manifest(Path(folder))
@@ -34,7 +34,7 @@ def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
         with _explained("model.pretrained", model.pretrained):
             return huggingface.causal_model_of(config)
     setting, name = ("model.pretrained", model.pretrained) if model.weights is None else ("model.weights", model.weights)
-    return _with_weights(setting, name, config, token, as_stored=model.load != "fp32")
+    return _with_weights(setting, name, config, token, as_stored=as_stored or model.load != "fp32")
 
 
 def _transformers() -> Any:

@@ -8,15 +8,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.config.environment import state_folder
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp, choose
+from shoal.models.gpt import Attention
 from shoal.models.kernels.cpu_packing import pack_matrices
-from shoal.models.split_model import layer_parameters, make_ends
+from shoal.models.packed.layers import PackedLayer, byte_count, number_count
+from shoal.models.packed.model import Get
+from shoal.models.split_model import ModelEnds, layer_modules, make_ends
 from shoal.models.stages import load_tensors, required_tensors
 from shoal.runs.invitation import Invitation, listen
 from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
@@ -25,7 +30,7 @@ from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
 from shoal.serve.nodes.node import FRAME_BYTES
 from shoal.serve.nodes.pipeline import NodePipeline
-from shoal.serve.nodes.placement import SERVER_NODE, NodeState
+from shoal.serve.nodes.placement import SERVER_NODE, LayerSize, NodeState
 from shoal.serve.nodes.server import LocalNode, NodeServer
 from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Server
@@ -46,16 +51,16 @@ class DistributedModel(NodePipeline):
             raise ShoalError("a model that reads passages, a context or its memory is served by one machine: --nodes 1")
         if served.described is None:
             raise ShoalError("this model cannot be made on other machines; --nodes 1 serves it from this one alone")
-        tensors, own = served.tensors or WeightStore(served.model.state_dict()), served.gpt_conversion
-        get = tensors.get if own is None else lambda name: own.tensor(name, tensors.get)
-        ends = make_ends(served.model)
+        tensors = served.tensors or WeightStore(served.model.state_dict())
+        own = next(served.model.parameters()).device
+        device = choose_device(served.run.training.device if served.run is not None else "cpu" if own.type == "meta" else own.type)
+        get, ends = _getter(served, tensors, device), make_ends(served.model)
         if any(parameter.is_meta for parameter in ends.parameters()):
-            load_tensors(ends, {name: get(name).to(like.dtype) for name, like in required_tensors(ends).items()})
-        if served.run is not None:  # the server's own layers follow to the same device
-            ends.to(choose_device(served.run.training.device))
-        pack_matrices(ends, memory_for_layers(next(ends.parameters()).device))
+            load_tensors(ends, {name: get(name) for name in required_tensors(ends)})
+        ends.to(device)
+        pack_matrices(ends, memory_for_layers(device))
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
-        sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
+        sizes, tokens = layer_sizes(served.model, ends), longest * served.settings.max_running + served.settings.prefix_cache_tokens
         can_rewind, even = getattr(served.model, "joins_rows", True), served.settings.spread == "even"
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, can_rewind=can_rewind, even=even, tell=tell)
         host = LayerHost(lambda: served.model, get, self.device)
@@ -97,6 +102,32 @@ class DistributedModel(NodePipeline):
     def close(self) -> None:
         self.node_server.close()
         self.local_node.close()
+
+
+def _getter(served: ServedModel, tensors: WeightStore, device: torch.device) -> Get:
+    """Gets the tensors of the served model for the server's own layers."""
+    if served.packed is not None:
+        return served.packed.getter(device)
+    own = served.gpt_conversion
+    return tensors.get if own is None else lambda name: own.tensor(name, tensors.get)
+
+
+def layer_sizes(model: Any, ends: ModelEnds) -> list[LayerSize]:
+    """What the layers of a model take, whose weights need not be loaded. Caches have the type of the hidden states."""
+    x_11D = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=next(ends.parameters()).device))
+    found = []
+    for layer in layer_modules(model):
+        attention = getattr(layer, "attention", None)
+        width = attention.kv_heads * attention.head_size if isinstance(attention, Attention) else x_11D.shape[-1]
+        found.append(LayerSize(number_count(layer), _stored_bytes(layer, x_11D.dtype), 2 * width * x_11D.element_size()))
+    return found
+
+
+def _stored_bytes(layer: nn.Module, dtype: torch.dtype) -> int:
+    """A layer of transformers is made in float32 and holds its weights in the type of the hidden states."""
+    size = byte_count(layer)
+    packed = any(isinstance(one, PackedLayer) for one in layer.modules())
+    return size if packed else size * dtype.itemsize // 4
 
 
 def open_server(served: ServedModel, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:

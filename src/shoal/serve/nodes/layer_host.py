@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.engines.single import free_memory
 from shoal.errors import ShoalError
 from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.models.packed.layers import number_count
 from shoal.models.split_model import ModelStage, make_stage
 from shoal.models.stages import load_tensors, required_tensors
 from shoal.serve.batched_kv_caches import KvCaches
@@ -68,20 +69,19 @@ class LayerHost:
             except Exception:
                 self.drop(layers)
                 raise
-        return sum(parameter.numel() for parameter in self.loaded[layers].stage.parameters())
+        return number_count(self.loaded[layers].stage)
 
     def _make_layers(self, layers: LayerRange) -> LoadedLayers:
         stage = make_stage(self.skeleton(), *layers).eval()
         if any(parameter.is_meta for parameter in stage.parameters()):
-            load_tensors(stage, {name: self._loaded(name, like) for name, like in required_tensors(stage).items()})
+            load_tensors(stage, {name: self._loaded(name) for name in required_tensors(stage)})
         stage.to(self.device)
         pack_matrices(stage, memory_for_layers(self.device))
         return LoadedLayers(stage, KvCaches(stage.new_cache, stage.joins_rows, self.device))
 
-    def _loaded(self, name: str, like: Tensor) -> Tensor:
+    def _loaded(self, name: str) -> Tensor:
         if name not in self._tensors:
-            tensor = self.tensor(name)
-            self._tensors[name] = tensor.to(like.dtype) if like.is_floating_point() else tensor
+            self._tensors[name] = self.tensor(name)
         return self._tensors[name]
 
     def drop(self, layers: LayerRange) -> None:
@@ -137,7 +137,7 @@ class LayerHost:
             empty = required_tensors(layer) if any(parameter.is_meta for parameter in layer.parameters()) else {}
             try:
                 if empty:
-                    load_tensors(layer, {name: self.tensor(name).to(like.dtype) for name, like in empty.items()})
+                    load_tensors(layer, {name: self.tensor(name) for name in empty})
                 cache: Any = layer.new_cache(0)
                 y_1LD = layer.to(self.device).through(y_1LD, ids_1L, cache=cache)
             finally:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.config.data_shapes import DataShapes
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
@@ -15,12 +17,22 @@ from shoal.config.received import Permissions, limit_run
 from shoal.errors import ShoalError
 from shoal.models.huggingface.as_gpt import Get, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
+from shoal.models.packed.layers import checked_kinds
+from shoal.models.packed.model import PackedModel
 from shoal.models.stages import without_weights
 from shoal.untrusted import huggingface
 
 
-def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
-    """A function that makes the described model without weights, and one that gets its tensors by name, where `get` gets the server's."""
+def model_maker(model: Mapping[str, Any], get: Get, device: torch.device) -> tuple[Callable[[], Any], Get]:
+    """A function that makes the described model without weights, and one that gets its tensors by name for a device, where `get` gets the
+    server's."""
+    if not model.get("weights"):
+        return _plain_maker(model, get)
+    found = PackedModel(_plain_maker(model, get)[0], get, checked_kinds(model["weights"]), packs=False)
+    return found.make, found.getter(device)
+
+
+def _plain_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
     if model.get("config") is not None:
         made = _hugging_face(model["config"])
         own = gpt_conversion(made)

@@ -114,7 +114,8 @@ class NodeProcess:
         if model.get("kind") != "model":
             raise ShoalError(f"{self.server.address} serves no model: join it without --node")
         self.int8 = model.get("int8") is True
-        host = LayerHost(*model_maker(model, RemoteWeights(self._ask).get), choose_device("auto"), self.slowdown)
+        device = choose_device("auto")
+        host = LayerHost(*model_maker(model, RemoteWeights(self._ask).get, device), device, self.slowdown)
         self.redact.sent = str(model)
         self.tell(f"the server asks of this machine:\n{summary_of_node(model, memory_for_layers(host.device))}")
         layer_s = host.measure(int(model["width"]))

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shoal.models.generation.decoding import finite_rows
 from shoal.models.generation.kv_cache import mask_of_rows
+from shoal.models.packed.layers import byte_count, number_count
 from shoal.models.split_model import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
 from shoal.serve.batching import ForwardBatch, MachineEntry
@@ -37,7 +38,7 @@ from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import NodeCommand
 from shoal.serve.nodes.node_timing import work_of
 from shoal.serve.nodes.output_checks import output_problem, rows_not_finite
-from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodePlacement, NodeState, Route, RouteStage
+from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, LayerSize, NodePlacement, NodeState, Route, RouteStage
 from shoal.serve.nodes.trials import NodeTrials
 
 _WAIT_S = 0.1
@@ -152,7 +153,7 @@ class NodePipeline:
     def __init__(
         self,
         ends: ModelEnds,
-        sizes: Sequence[int],
+        sizes: Sequence[LayerSize],
         *,
         expected: int,
         cache_tokens: int,
@@ -161,7 +162,7 @@ class NodePipeline:
         even: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sizes`: parameters of each layer; `expected`: machines to wait for, including this one; `cache_tokens`: capacity of the caches;
+        """`sizes`: of each layer; `expected`: machines to wait for, including this one; `cache_tokens`: capacity of the caches;
         `can_rewind`: whether the last tokens can be removed from a cache; `even`: every machine gets layers, whatever its speed."""
         self.ends, self.can_rewind, self.clock = ends.eval(), can_rewind, clock
         self.vocab_size = ends.vocab_size
@@ -169,7 +170,7 @@ class NodePipeline:
         self.device = next(ends.parameters()).device
         embedded_11D = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         self.width, self._dtype = embedded_11D.shape[-1], embedded_11D.dtype
-        planner = LayerPlanner(sizes, next(ends.parameters()).element_size(), 2 * self.width * cache_tokens, even=even)
+        planner = LayerPlanner(sizes, cache_tokens, even=even)
         # What machines send directly may arrive twice, so caches must be able to rewind
         self.placement = NodePlacement(planner, expected=expected, probes=can_rewind, tell=tell, clock=clock)
         self._active: dict[int, ActiveRequest] = {}
@@ -297,7 +298,7 @@ class NodePipeline:
 
     def machines(self) -> list[MachineEntry]:
         with self._changed:
-            return self.placement.machines(sum(one.numel() for one in self.ends.parameters()))
+            return self.placement.machines(LayerSize(number_count(self.ends), byte_count(self.ends)))
 
     # --- machines join and leave ---------------------------------------------------------------------
 

@@ -100,16 +100,25 @@ def spare_nodes(stages: Sequence[RouteStage], nodes: Sequence[NodeState]) -> lis
     return [node for node in nodes if node.name not in busy]
 
 
+class LayerSize(NamedTuple):
+    """What a layer takes."""
+
+    numbers: int
+    """Parameters."""
+    weight_bytes: int
+    token_bytes: int = 0
+    """In the caches, of each token."""
+
+
 class LayerPlanner:
     """Chooses which machine gets which layers."""
 
-    def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int, *, even: bool = False) -> None:
-        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: numbers in a layer's caches; `even`: every
-        machine gets layers, whatever its speed."""
-        self.even = even
-        self.sizes, self.bytes_of_one = list(sizes), bytes_of_one
-        self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
-        self.layer_bytes = [(size + cache_numbers) * bytes_of_one for size in sizes]
+    def __init__(self, sizes: Sequence[LayerSize], cache_tokens: int = 0, *, even: bool = False) -> None:
+        """`cache_tokens`: capacity of a layer's caches; `even`: every machine gets layers, whatever its speed."""
+        self.even, self.sizes = even, list(sizes)
+        whole = sum(size.numbers for size in sizes)
+        self.costs = [size.numbers * len(sizes) / whole for size in sizes]
+        self.layer_bytes = [size.weight_bytes + size.token_bytes * cache_tokens for size in sizes]
 
     def best_split(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
         """The fastest or the most even split over these machines; None: they have too little memory for all layers."""
@@ -267,17 +276,18 @@ class NodePlacement:
         """Whether the other machines have enough memory for all layers."""
         return self.planner.best_split([node for node in self.alive() if node.name != name]) is not None
 
-    def machines(self, ends_parameters: int) -> list[MachineEntry]:
-        """The machines that are connected, and those that were lost a moment ago. `ends_parameters`: those that only the server has."""
+    def machines(self, ends: LayerSize) -> list[MachineEntry]:
+        """The machines that are connected, and those that were lost a moment ago. `ends`: what only the server has."""
         now = self.clock()
-        return [self._status(node, ends_parameters) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
+        return [self._status(node, ends) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
 
-    def _status(self, node: NodeState, ends_parameters: int) -> MachineEntry:
+    def _status(self, node: NodeState, ends: LayerSize) -> MachineEntry:
         stages = self.current.stages if self.current is not None and node.alive else ()
         layers, here = next((stage.layers for stage in stages if stage.name == node.name), LayerRange(0, 0)), node.name == SERVER_NODE
-        count = sum(self.planner.sizes[layers.first : layers.last]) + (ends_parameters if here else 0)
+        own = [*self.planner.sizes[layers.first : layers.last], *([ends] if here else [])]
+        count, size = sum(one.numbers for one in own), sum(one.weight_bytes for one in own)
         token_s = self.planner.seconds(node, layers) if layers.last or here else 0.0
-        size, shown = count * self.planner.bytes_of_one, (layers.first, layers.last - 1)
+        shown = layers.first, layers.last - 1
         return MachineEntry(node.name, count, shown, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
 
     def weight_of(self, batch: TokenBatch) -> float:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
+from shoal.models.packed.model import PackedModel
 from shoal.protocol.messages import Frame
 
 PIECE_BYTES = 8 << 20
 """Bytes of a tensor in one message."""
 _MOST_BYTES = 1 << 40
-_FLOATS, _INTEGERS = (torch.float32, torch.float64, torch.float16, torch.bfloat16), (torch.int64, torch.int8)
+_FLOATS, _INTEGERS = (torch.float32, torch.float64, torch.float16, torch.bfloat16), (torch.int64, torch.int8, torch.uint8)
+_IN_FILES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {str(one).removeprefix("torch."): one for one in (*_FLOATS, *_INTEGERS)}
 
 
@@ -58,6 +60,8 @@ class WeightStore:
     def __init__(self, held: Mapping[str, Tensor], files: Mapping[str, tuple[Path, str]] | None = None) -> None:
         """`held`: tensors in memory, by name; `files`: the file of each other name, and its key in the file."""
         self.held, self.files = held, files or {}
+        self.served_as: torch.dtype | None = None
+        """The type that floats are converted to; null: that in which they are stored."""
         self._digests: dict[str, str] = {}
 
     @classmethod
@@ -78,11 +82,23 @@ class WeightStore:
         return name in self.held or name in self.files
 
     def get(self, name: str) -> Tensor:
+        tensor = self.held[name] if name in self.held else _read(*self._file_of(name))
+        return tensor.to(self.served_as) if self.served_as is not None and tensor.is_floating_point() else tensor
+
+    def stored_type(self, name: str) -> torch.dtype | None:
+        """The type in which a tensor is stored; None: one that models do not compute with."""
+        from safetensors import safe_open
+
         if name in self.held:
-            return self.held[name]
+            return self.held[name].dtype
+        path, key = self._file_of(name)
+        with safe_open(str(path), framework="pt") as opened:
+            return _IN_FILES.get(opened.get_slice(key).get_dtype())
+
+    def _file_of(self, name: str) -> tuple[Path, str]:
         if name not in self.files:
             raise ShoalError(f"the model has no tensor {name[:200]!r}")
-        return _read(*self.files[name])
+        return self.files[name]
 
     def digest(self, name: str) -> str:
         if name not in self._digests:
@@ -99,10 +115,28 @@ class WeightStore:
             return {"kind": "tensor", "digest": self.digest(name), "shape": list(tensor.shape), "type": type_name(tensor)}, ()
         if name not in self:
             raise ShoalError(f"the model has no tensor {name[:200]!r}")
-        if name not in self.files:
+        if name not in self.files or self.served_as is not None:
             return {"kind": "tensor", "where": None}, ()
         path, key = self.files[name]  # a process of the same machine reads the file itself, if its stamp is the same
         return {"kind": "tensor", "where": [str(path.resolve()), key, list(_stamp(path))]}, ()
+
+
+class PackedStore(WeightStore):
+    """The tensors of a model with packed layers. The last one is kept: it is sent in pieces."""
+
+    def __init__(self, model: PackedModel) -> None:
+        super().__init__({})
+        self._model, self._last = model, ("", torch.empty(0))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._model.names
+
+    def get(self, name: str) -> Tensor:
+        if name not in self:
+            raise ShoalError(f"the model has no tensor {name[:200]!r}")
+        if self._last[0] != name:
+            self._last = name, self._model.get(name)
+        return self._last[1]
 
 
 class RemoteWeights:
