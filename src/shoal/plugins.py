@@ -41,6 +41,8 @@ from shoal.config.schema.rlhf import Reward as Reward
 from shoal.config.schema.run import Run as Run
 from shoal.config.schema.strategy import Strategy as Strategy
 from shoal.config.schema.task import Task as Task
+from shoal.config.schema.training import Optimizer as Optimizer
+from shoal.config.schema.training import RateScheduler as RateScheduler
 from shoal.config.schema.updates import Aggregation as Aggregation
 from shoal.config.schema.updates import Codec as Codec
 from shoal.errors import ShoalError as ShoalError

@@ -316,6 +316,16 @@ BROKEN = [
         "training: {max_steps: 10, schedule: {kind: cosine, warmup_steps: 10}}\n",
         ["training.schedule.warmup_steps", "training.max_steps"],
     ),
+    (
+        "engine",
+        "training: {optimizer: {kind: function, function: 'a:b'}}\nengine: {kind: fsdp}\n",
+        ["training.optimizer.kind", "engine.kind"],
+    ),
+    (
+        "optimizer",
+        "training: {optimizer: {kind: function, function: 'a:b'}, players: {policy: {learning_rate: 0.1}}}\n",
+        ["training.players.policy.learning_rate", "training.optimizer.kind"],
+    ),
     ("schedule", "training: {optimizer: {learning_rate: 0.1}, schedule: {kind: cosine, end_learning_rate: 0.2}}\n", None),
     ("engine", "training: {ema: {decay: 0.9}}\nengine: {kind: deepspeed}\n", ["training.ema.decay", "engine.kind"]),
     ("best", "checkpoint: {best: loss}\nevaluation: {strategy: never}\n", ["checkpoint.best", "evaluation.strategy"]),
@@ -477,6 +487,7 @@ def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:
 
 
 WARNED = [
+    "training: {schedule: {warmup_steps: 9}, scheduler: {kind: function, function: 'a:b'}}\n",
     "strategy: {kind: async}\nscheduler: {kind: priority, tasks: [{id: a, required_flops: 5}]}\n",
     "model: {kind: moe, episodic_memory: {enabled: true}}\ntask: dpo\ndata: {source: {kind: preferences, path: x}}\n",
     "task: gan\nmodel: {kind: dcgan}\ntraining: {optimizer: {learning_rate: 0.1}, players: {generator: {learning_rate: 0.1}, "

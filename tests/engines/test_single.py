@@ -14,7 +14,7 @@ from torch import nn
 from shoal.config import Run, load
 from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
-from shoal.config.schema.training import GradientHealth, Optimizer, OptimizerName, Schedule
+from shoal.config.schema.training import GradientHealth, OptimizerName, Schedule, TorchOptimizer
 from shoal.engines import SingleEngine
 from shoal.engines.health import HealthMonitor
 from shoal.engines.optim.learning_rate import learning_rate
@@ -333,8 +333,12 @@ def test_a_run_of_bad_steps_gives_up() -> None:
 
 
 def test_settings_of_an_optimizer_become_its_keywords() -> None:
-    assert arguments(Optimizer(name="AdamW", kwargs={"betas": [0.9, 0.95]})) == {"lr": 1e-3, "betas": (0.9, 0.95)}
-    assert arguments(Optimizer(name="Adam", beta1=0.5, kwargs={"amsgrad": True})) == {"lr": 1e-3, "betas": (0.5, 0.999), "amsgrad": True}
+    assert arguments(TorchOptimizer(name="AdamW", kwargs={"betas": [0.9, 0.95]})) == {"lr": 1e-3, "betas": (0.9, 0.95)}
+    assert arguments(TorchOptimizer(name="Adam", beta1=0.5, kwargs={"amsgrad": True})) == {
+        "lr": 1e-3,
+        "betas": (0.5, 0.999),
+        "amsgrad": True,
+    }
 
 
 def test_unknown_networks_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.live_objects import factory_names, refuse_unknown_functions
 
 POINTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 SAMPLES = [(point, int(point[0] > 0)) for point in POINTS]
@@ -36,13 +40,16 @@ def by_hand(steps: int = 6) -> torch.Tensor:
     """Whole batches: their order does not matter."""
     model = network()
     optimizer = grouped(model)
-    scheduler = halved(optimizer)
+    step_by_hand(model, optimizer, halved(optimizer), steps)
+    return flat(model)
+
+
+def step_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int = 6) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(POINTS), torch.tensor([label for _, label in SAMPLES])).backward()
+        nn.functional.cross_entropy(model(POINTS), torch.tensor([label for _, label in SAMPLES])).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step()
-    return flat(model)
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -86,19 +93,45 @@ def test_without_a_scheduler_each_group_follows_the_schedule(tmp_path: Path) -> 
     train(model, settings=settings, optimizer=grouped, run_dir=tmp_path / "run")
     optimizer = grouped(expected)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 6)
-    for _ in range(6):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(expected(POINTS), torch.tensor([label for _, label in SAMPLES])).backward()
-        optimizer.step()
-        scheduler.step()
+    step_by_hand(expected, optimizer, scheduler)
     torch.testing.assert_close(flat(model), flat(expected))
+
+
+def test_functions_that_settings_name_make_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "named_steps", sys.modules[__name__])
+    model = network()
+    train(model, optimizer="named_steps:grouped", scheduler="named_steps:halved", workers=1, run_dir=tmp_path / "run")
+    torch.testing.assert_close(flat(model), by_hand(), rtol=1e-4, atol=1e-6)
+    run = RunDirectory(tmp_path / "run").config()
+    assert factory_names(run) == ["named_steps:grouped", "named_steps:halved"], "a worker elsewhere has to allow them"
+    with pytest.raises(ShoalError, match="join with --factory named_steps:grouped --factory named_steps:halved"):
+        refuse_unknown_functions(run, ())
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed", "pipeline"])
+def test_engines_that_cut_a_network_refuse_them_before_they_start(engine: str) -> None:
+    for part in ("optimizer", "scheduler"):
+        settings = {"model": {"kind": "gpt"}, "engine": {"kind": engine}, "training": {part: {"kind": "function", "function": "a:b"}}}
+        found = resolve_data(settings, name="config", dialect="shoal").problems
+        assert [one.message for one in found if one.severity == "error"] == [
+            f"it is made for a whole network, and the engine {engine} gives each process a part"
+        ]
+
+
+def test_a_scheduler_alone_sets_the_rates_of_the_settings_optimizer(tmp_path: Path) -> None:
+    settings = copy.deepcopy(SETTINGS)
+    settings["training"]["optimizer"] = {"name": "AdamW", "learning_rate": 0.1}
+    model, expected = network(), network()
+    train(model, settings=settings, scheduler=halved, run_dir=tmp_path / "run")
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    step_by_hand(expected, optimizer, halved(optimizer))
+    torch.testing.assert_close(flat(model), flat(expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ({"optimizer": 3}, "optimizer= takes an object of torch.optim"),
-        ({"scheduler": halved}, "scheduler= takes effect with optimizer="),
         ({"optimizer": lambda model: "Adam"}, "must give an optimizer of torch: it gave str"),
         ({"optimizer": lambda model: torch.optim.SGD(network().parameters(), lr=0.1)}, "not those of the model that is trained"),
         ({"optimizer": lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)}, "does not step `2.weight`"),

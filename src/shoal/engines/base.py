@@ -68,7 +68,8 @@ class Engine(ABC):
 
     def take_optimizer(self, own: UserOptimizer) -> None:
         """Step with the optimizer of the user's program."""
-        raise ShoalError(f"optimizer= steps a whole model, and {type(self).__name__} cuts it: take the engine single or ddp")
+        origin = own.scheduler_from if own.optimizer is None else own.optimizer_from
+        raise ShoalError(f"{origin} is for a whole model, and {type(self).__name__} cuts it: take the engine single or ddp")
 
     # --- what a subclass must implement --------------------------------------------------------------
 

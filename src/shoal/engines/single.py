@@ -62,21 +62,21 @@ class SingleEngine(Engine):
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
-        self.own: UserSteps | None = None
-        """The optimizer of the user's program, if it passes one."""
+        self.own: dict[str, UserSteps] = {}
+        """By network: an optimizer or a scheduler that is not of the settings alone."""
         self._moves: dict[str, Tensor] = {}
         self._records = run.training.cuda_graph and learns
         self._recorder: PassRecorder | None = None
         """Made with the first step: a coordinator takes none."""
 
     def take_optimizer(self, own: UserOptimizer) -> None:
-        if len(self.networks) > 1:
-            raise ShoalError(f"optimizer= steps one network, and this task trains {len(self.networks)}: set training.players")
-        ((name, network),) = self.networks.items()
-        network.drop_shadow()  # the optimizer was given the parameters themselves
-        self.own = own.make(network.network)
-        self.optimizers[name] = self.own.optimizer
-        self.chosen[name] = self.chosen[name].replace(name=type(self.own.optimizer).__name__, learning_rate=self.own.peaks[0])
+        for name, network in self.networks.items():
+            if own.optimizer is not None:
+                network.drop_shadow()  # the optimizer is given the parameters themselves
+            made = self.own[name] = own.make(network.network, self.optimizers[name])
+            self.optimizers[name] = made.optimizer
+            if own.optimizer is not None:
+                self.chosen[name] = self.chosen[name].replace(name=type(made.optimizer).__name__, learning_rate=made.peaks[0])
 
     @property
     def vector(self) -> Tensor:
@@ -224,15 +224,16 @@ class SingleEngine(Engine):
         return self.apply_own(step)
 
     def _set_rates(self, name: str, step: float) -> None:
-        if self.own is None:
-            super()._set_rates(name, step)
+        if name in self.own:
+            scale = self.health.learning_rate_scale if self.health else 1.0
+            self.own[name].set_rates(self.settings.schedule, step, self.total_steps, scale)
         else:
-            self.own.set_rates(self.settings.schedule, step, self.total_steps, self.health.learning_rate_scale if self.health else 1.0)
+            super()._set_rates(name, step)
 
     def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
         super()._step_network(name, step, metrics, scaled)
-        if self.own is not None:
-            self.own.stepped()
+        if name in self.own:
+            self.own[name].stepped()
         if not isinstance(self.optimizers[name], FlatAdam):
             self.networks[name].renew_shadow()
 
@@ -296,12 +297,13 @@ class SingleEngine(Engine):
         own.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | ({} if self.own is None else {"scheduler": self.own.state_dict()})
+        schedulers = {name: own.state_dict() for name, own in self.own.items()}
+        return super().state_dict() | ({"schedulers": schedulers} if schedulers else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.own is not None:
-            self.own.load_state_dict(state.get("scheduler", {}))
+        for name, own in self.own.items():
+            own.load_state_dict(state["schedulers"][name])
 
     def _moments(self, player: str) -> dict[str, Any]:
         return named_state.of_flat(self.optimizers[player], self.networks[player])

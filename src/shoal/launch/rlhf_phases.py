@@ -79,6 +79,7 @@ def _of_pairs(task: str, learned: TrainedReward | FineTune, path: str) -> Iterat
     yield _set("data.source.path", path)
     yield _set("training.epochs", str(learned.epochs))
     yield _set("training.max_steps", "null")
+    yield _set("training.optimizer.kind", "torch")
     yield _set("training.optimizer.learning_rate", str(learned.learning_rate))
     yield _set("training.batch_size", str(learned.batch_size))
 

@@ -107,17 +107,21 @@ def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any
 
 
 def with_optimizer(own: ProgramObjects, optimizer: Any, scheduler: Any) -> ProgramObjects:
-    """The objects with an optimizer and a scheduler. Raises ArgumentError."""
-    for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if part is not None and not callable(part) and not isinstance(part, Optimizer | LRScheduler):
-            raise ArgumentError(
-                name, f"an object of torch.optim, or a function of the {'model' if name == 'optimizer' else 'optimizer'}", part
-            )
-    if optimizer is None and scheduler is not None:
-        raise ArgumentError("scheduler", "effect with optimizer=: set training.schedule for the optimizer of the settings", scheduler)
-    if optimizer is None:
-        return own
-    return own._replace(given=own.given._replace(optimizer=UserOptimizer(optimizer, scheduler)), live=(*own.live, "optimizer"))
+    """The objects with an optimizer and a scheduler, and the settings for those that are named. Raises ArgumentError."""
+    given = {"optimizer": optimizer, "scheduler": scheduler}
+    live, settings = dict[str, Any](), list(own.settings)
+    for name, part in given.items():
+        if _is_factory(part):
+            settings += [
+                Override(f"training.{name}.{key}", value, f"{name}={part}") for key, value in (("kind", "function"), ("function", part))
+            ]
+        elif callable(part) or isinstance(part, Optimizer | LRScheduler):
+            live[name] = part
+        elif part is not None:
+            of = "the model" if name == "optimizer" else "the optimizer"
+            raise ArgumentError(name, f"an object of torch.optim, a function of {of}, or its name as 'module:function'", part)
+    objects = own.given._replace(optimizer=UserOptimizer(**live)) if live else own.given
+    return ProgramObjects(objects, settings, (*own.live, *live))
 
 
 def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:

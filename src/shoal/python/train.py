@@ -43,8 +43,8 @@ def train(
     loss: Callable[[nn.Module, Any], Any] | str | None = None,
     metrics: Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
     reward: Callable[..., float] | str | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-    scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer] | str | None = None,
+    scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | str | None = None,
     reporters: Iterable[Reporter] = (),
     workers: int | None = None,
     overrides: Iterable[str] = (),
@@ -57,9 +57,10 @@ def train(
 
     `config` is a file, a preset, a list of them, a dict of settings, a `TrainerConfig` or a `Run`; `overrides` are `path=value`, as on the
     command line. The other arguments replace parts of the configuration: see docs/python.md. `model`, `data`, `eval_data`, `collate`,
-    `loss` and `reward` may be names, `"module:function"`. Workers that need live objects are threads of this process; others are
-    processes. The default strategy for several workers is syncps. `progress` prints on standard error what `shoal train` prints.
-    `plugins` are files or modules (docs/extending.md). Raises ConfigError for wrong settings, ShoalError if the run cannot continue.
+    `loss`, `reward`, `optimizer` and `scheduler` may be names, `"module:function"`. Workers that need live objects are threads of this
+    process; others are processes. The default strategy for several workers is syncps. `progress` prints on standard error what `shoal
+    train` prints. `plugins` are files or modules (docs/extending.md). Raises ConfigError for wrong settings, ShoalError if the run cannot
+    continue.
     """
     _check_main()
     load_plugins(*map(str, plugins))
@@ -128,8 +129,9 @@ def _check_fit(plan: StartPlan, own: ProgramObjects) -> None:
 def _own_steps(own: ProgramObjects) -> Iterator[tuple[str, str, Any]]:
     """Argument, section of the settings that it replaces, and the part that the program passes."""
     given = own.given.optimizer
-    yield "optimizer", "optimizer", given
-    yield "scheduler", "schedule", given and given.scheduler
+    yield "optimizer", "optimizer", given and given.optimizer
+    for section in ("schedule", "scheduler"):
+        yield "scheduler", section, given and given.scheduler
 
 
 def _follow(plan: StartPlan, watching: list[Reporter]) -> Result:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shoal.config import Run
 from shoal.config.fields import as_data
-from shoal.config.schema.training import Optimizer
+from shoal.config.schema.training import TorchOptimizer
 from shoal.config.show import resolved_text
 from shoal.runs.folder.run_reader import DATA, is_figure
 from shoal.runs.monitoring.recorder import Recorder, Reporter
@@ -30,7 +30,7 @@ class CardFacts(NamedTuple):
     wall_s: float
     size: int
     data: str
-    optimizers: Mapping[str, Optimizer]
+    optimizers: Mapping[str, TorchOptimizer]
     """By network: the optimizer that steps it."""
     folder: str = ""
     """Where the model lies on this machine, for a card that is not on the hub."""
@@ -102,7 +102,7 @@ def _optimizers(facts: CardFacts) -> dict[str, str]:
     return {f"optimizer of the {name}": text for name, text in texts.items()}
 
 
-def _optimizer(settings: Optimizer) -> str:
+def _optimizer(settings: TorchOptimizer) -> str:
     """The name of an optimizer, and the settings that are not its defaults."""
     names = ("learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum")
     given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None} | dict(settings.kwargs)

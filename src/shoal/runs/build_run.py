@@ -27,7 +27,7 @@ from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.resume_rules import Settings, changed_settings, forbidden_changes, format_changes, settings_of
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
-from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, steps_for, task_for
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rewards.function import name_of, score_with
 from shoal.runs.rlhf.rewards.interface import Score, checked
@@ -109,8 +109,8 @@ def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World
         engine = build_engine(run, task, device, steps, world or World())
     else:
         engine = SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
-    if live.optimizer is not None:
-        engine.take_optimizer(live.optimizer)
+    if (own := steps_for(run, live, steps)) is not None:
+        engine.take_optimizer(own)
     return engine
 
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
+from shoal.config.schema.training import FunctionOptimizer, FunctionScheduler, RateScheduler, TorchOptimizer
 from shoal.data.user_data import Collate, UserSamples, UserStream, stack_samples
 from shoal.engines.optim.user_optimizer import UserOptimizer
 from shoal.errors import ShoalError, printable
@@ -102,6 +104,34 @@ def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: d
     return WithMetrics(task, live.metrics) if live.metrics else task
 
 
+def steps_for(run: Run, live: LiveObjects, total_steps: int) -> UserOptimizer | None:
+    """The optimizer and the scheduler of a run: the program's, or those of its settings; None: an optimizer of torch.optim by name."""
+    own, chosen, scheduler = live.optimizer or UserOptimizer(), run.training.optimizer, run.training.scheduler
+    if own.optimizer is None and not isinstance(chosen, TorchOptimizer):
+        own = own._replace(optimizer=lambda model: chosen.builder()(chosen, model), optimizer_from=f"training.optimizer ({_shown(chosen)})")
+    if own.scheduler is None and scheduler is not None:
+        made = partial(_scheduler_for, scheduler, total_steps)
+        own = own._replace(scheduler=made, scheduler_from=f"training.scheduler ({_shown(scheduler)})")
+    return own if own != UserOptimizer() else None
+
+
+def _scheduler_for(settings: RateScheduler, total_steps: int, optimizer: Optimizer) -> Any:
+    return settings.builder()(settings, optimizer, total_steps)
+
+
+def optimizer_of(settings: FunctionOptimizer, model: nn.Module) -> Any:
+    return import_function(settings.function)(model)
+
+
+def scheduler_of(settings: FunctionScheduler, optimizer: Optimizer, total_steps: int) -> Any:
+    return import_function(settings.function)(optimizer)
+
+
+def _shown(part: Any) -> str:
+    """A part for messages: its function, or its kind."""
+    return getattr(part, "function", None) or f"`{part.kind}`"
+
+
 # --- functions that settings name --------------------------------------------------------------------
 
 
@@ -112,6 +142,11 @@ def factory_names(run: Run) -> list[str]:
         named_ones += [run.model.function, run.model.loss]
     if isinstance(source, FactoryData):
         named_ones += [source.function, source.eval_function, source.collate]
+    named_ones += [
+        part.function
+        for part in (run.training.optimizer, run.training.scheduler)
+        if isinstance(part, FunctionOptimizer | FunctionScheduler)
+    ]
     return [name for name in named_ones if name]
 
 

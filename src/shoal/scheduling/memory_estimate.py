@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.config import Run
+from shoal.config.schema.training import TorchOptimizer
 
 _GB = 1e9
 _FLOAT = 4
@@ -58,7 +59,7 @@ def stage_memory(run: Run, parameters: int, copied: int, layers: int, vocabulary
 def _states(run: Run) -> int:
     """Optimizer state per parameter, in numbers."""
     optimizer = run.training.optimizer
-    return _STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))
+    return (_STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))) if isinstance(optimizer, TorchOptimizer) else 2
 
 
 def _activations(run: Run, parameters: int, vocabulary: int, batch: int, layers: int | None) -> int:

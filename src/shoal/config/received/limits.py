@@ -112,7 +112,9 @@ TABLE: tuple[LimitedSettings, ...] = (
         "training", Limit.ANY, "batch_size gradient_accumulation_steps global_batch_size epochs max_steps polyak_alpha allow_emulation"
     ),
     LimitedSettings("training", Limit.ANY, "gradient_checkpointing compile cuda_graph device"),
-    LimitedSettings("training.optimizer", Limit.ANY, "name learning_rate weight_decay beta1 beta2 eps momentum moments kwargs"),
+    LimitedSettings("training.optimizer[torch]", Limit.ANY, "name learning_rate weight_decay beta1 beta2 eps momentum moments kwargs"),
+    LimitedSettings("training.optimizer[function]", Limit.FUNCTION, "function"),
+    LimitedSettings("training.scheduler[function]", Limit.FUNCTION, "function"),
     LimitedSettings("training.players", Limit.ANY, "name learning_rate weight_decay beta1 beta2"),
     LimitedSettings("training.schedule", Limit.ANY, "kind warmup_steps warmup end_learning_rate power cycles decay_steps decay timescale"),
     LimitedSettings("training.ema", Limit.ANY, "decay warmup"),

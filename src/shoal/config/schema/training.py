@@ -14,6 +14,7 @@ from shoal.config.fields import (
     Section,
     Share,
 )
+from shoal.config.parts import Part
 
 OptimizerName = Literal[
     "AdamW",
@@ -59,9 +60,15 @@ WHOLE_MATRICES = ("Muon", "Adafactor")
 """Optimizers that need whole matrices and cannot step shards of them."""
 
 
-class Optimizer(Section):
+class Optimizer(Part, noun="optimizer"):
+    """How a network's weights are stepped along its gradient. Built by a function of the settings and the network; it returns an optimizer
+    of torch over all parameters that are trained. The rate of each group is multiplied by the course of `training.schedule`."""
+
+
+class TorchOptimizer(Optimizer, built_by="shoal.engines.optim.optimizers:make"):
     """An optimizer of torch.optim. A setting that the optimizer does not take is refused."""
 
+    kind: Literal["torch"] = "torch"
     name: OptimizerName = "AdamW"
     """Class name in torch.optim. Muon steps the matrices of hidden layers, at AdamW's scale; AdamW steps the rest."""
     learning_rate: NonNegativeFloat = 1e-3
@@ -81,6 +88,14 @@ class Optimizer(Section):
     quarter. Both round stochastically, with the same random numbers when a step is repeated."""
     kwargs: Mapping[str, Any] = EMPTY
     """Further arguments, passed as they are."""
+
+
+class FunctionOptimizer(Optimizer, built_by="shoal.runs.live_objects:optimizer_of"):
+    """An optimizer that a Python function makes."""
+
+    kind: Literal["function"] = "function"
+    function: str
+    """`module:function`, called with each network; it returns an optimizer of torch over the network's parameters."""
 
 
 class PlayerOptimizer(Section):
@@ -120,6 +135,19 @@ class Schedule(Section):
     """Shape of wsd's decay."""
     timescale: PositiveInt | None = None
     """Of inverse-sqrt: the rate is halved three times as many steps after the warm-up. null: warmup_steps, or 10,000 without a warm-up."""
+
+
+class RateScheduler(Part, noun="learning-rate scheduler"):
+    """What sets the learning rates, in place of `training.schedule`. Built by a function of the settings, the optimizer and the number of
+    steps of the run; it returns a scheduler of torch.optim.lr_scheduler, which is stepped after each step of the optimizer."""
+
+
+class FunctionScheduler(RateScheduler, built_by="shoal.runs.live_objects:scheduler_of"):
+    """A scheduler that a Python function makes."""
+
+    kind: Literal["function"] = "function"
+    function: str
+    """`module:function`, called with the optimizer; it returns a scheduler of torch.optim.lr_scheduler."""
 
 
 class Ema(Section):
@@ -235,10 +263,12 @@ class Training(Section):
     max_steps: PositiveInt | None = None
     """Last step of the run; null: the end of the epochs. In a later layer than `epochs` (on the command line, say) it replaces them;
     in the same layer the run ends with whichever is reached first. A step is an update of the weights; with diloco, a worker's step."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = TorchOptimizer()
     players: Mapping[str, PlayerOptimizer] = EMPTY
     """Optimizer settings by network: `generator`, `discriminator`, `policy`, `value`."""
     schedule: Schedule = Schedule()
+    scheduler: RateScheduler | None = None
+    """A scheduler of torch in place of `schedule`; null: none."""
     ema: Ema = Ema()
     clipping: Clipping = Clipping()
     polyak_alpha: Share | None = None

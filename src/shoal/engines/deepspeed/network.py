@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
-from shoal.config.schema.training import Optimizer
+from shoal.config.schema.training import TorchOptimizer
 from shoal.engines.base import tensors_of
 from shoal.engines.deepspeed.config import NvmeOffload, zero_config
 from shoal.engines.deepspeed.disk import DiskWindow, ScratchFolder
@@ -31,7 +31,7 @@ class ZeroNetwork:
     """Reads and writes whole values by the parameters' names. Methods that every process must call together say so."""
 
     def __init__(
-        self, library: Any, model: nn.Module, settings: Optimizer, run: Run, limit: float | None, world: World, mesh: DeviceMesh
+        self, library: Any, model: nn.Module, settings: TorchOptimizer, run: Run, limit: float | None, world: World, mesh: DeviceMesh
     ) -> None:
         assert isinstance(run.engine, DeepSpeed)
         self.library, self.model, self.world, self.mesh = library, model, world, mesh
@@ -44,7 +44,7 @@ class ZeroNetwork:
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer.optimizer
         self.window = DiskWindow(self.zero.optimizer)
 
-    def _initialise(self, settings: Optimizer, run: Run, limit: float | None) -> Any:
+    def _initialise(self, settings: TorchOptimizer, run: Run, limit: float | None) -> Any:
         if settings.name in optimizers.SHAPED:
             raise ShoalError(
                 f"training.optimizer.name: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"

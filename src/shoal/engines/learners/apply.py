@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.schema.strategy import OuterOptimizer
-from shoal.config.schema.training import KEYWORDS, Optimizer, Schedule
+from shoal.config.schema.training import KEYWORDS, Schedule, TorchOptimizer
 from shoal.data import Feed
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
@@ -136,7 +136,7 @@ class OuterLearner(EngineLearner):
         keywords = outer_keywords(outer)
         self.outer: dict[str, torch.optim.Optimizer]
         if self.shaped:
-            chosen = Optimizer(name=outer.name, learning_rate=outer.learning_rate, kwargs=keywords)
+            chosen = TorchOptimizer(name=outer.name, learning_rate=outer.learning_rate, kwargs=keywords)
             self.outer = {name: optimizers.build(chosen, network) for name, network in engine.networks.items()}
         else:
             kind: Any = getattr(torch.optim, outer.name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer
+from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer, TorchOptimizer
 from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
@@ -22,13 +22,15 @@ for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.sta
     _hidden.__dynamo_disable = _hidden
 
 
-def merged(settings: Optimizer, player: PlayerOptimizer | None) -> Optimizer:
-    """The settings of one network: its own where it has them."""
+def merged(settings: Optimizer, player: PlayerOptimizer | None) -> TorchOptimizer:
+    """The settings of one network: its own where it has them. An optimizer of another kind replaces what is made of them."""
+    if not isinstance(settings, TorchOptimizer):
+        return TorchOptimizer()
     own = {name: getattr(player, name) for name in player.fields() if getattr(player, name) is not None} if player else {}
     return settings.replace(**own)
 
 
-def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
+def build(settings: TorchOptimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     """An optimizer for a network's vector, or for its parameters where their shapes matter."""
     if settings.name == "Muon":
         return _muon(settings, network)
@@ -42,7 +44,7 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     return make(settings, [whole])
 
 
-def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
+def make(settings: TorchOptimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
     return _make(settings.name, arguments(settings), list(parameters))
 
 
@@ -67,7 +69,7 @@ def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -
     return optimizer
 
 
-def arguments(settings: Optimizer) -> dict[str, Any]:
+def arguments(settings: TorchOptimizer) -> dict[str, Any]:
     """The keywords for the optimizer. The configuration's rules have refused those that it does not take."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
@@ -78,7 +80,7 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
     return keywords | given | {name: tuple(value) if name == "betas" else value for name, value in settings.kwargs.items()}
 
 
-def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
+def _muon(settings: TorchOptimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     """Muon for the matrices of hidden layers; AdamW for tables of words, and for what is no matrix.
 
     Muon's steps are made as large as AdamW's, so that one learning rate suits both, unless `kwargs` says otherwise.

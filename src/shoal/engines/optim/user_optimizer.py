@@ -1,4 +1,4 @@
-"""An optimizer and a scheduler of the user's program, in place of those of the settings."""
+"""Optimizers and schedulers of the user's program, and those that functions and plugins make."""
 
 from __future__ import annotations
 
@@ -13,31 +13,42 @@ from shoal.config.schema.training import Schedule
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.errors import ShoalError
 
-_OF_A_MODEL = "pass a function that makes it: optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)"
+_OF_A_MODEL = "give a function that makes it, such as lambda model: torch.optim.SGD(model.parameters(), lr=0.1)"
 
 
 class UserOptimizer(NamedTuple):
-    """What a program passes: objects, or functions that make them."""
+    """Objects, or functions that make them for each network."""
 
-    optimizer: Optimizer | Callable[[nn.Module], Optimizer]
+    optimizer: Optimizer | Callable[[nn.Module], Optimizer] | None = None
+    """None: the engine's own, as the settings say."""
     scheduler: Scheduler | Callable[[Optimizer], Scheduler] | None = None
+    """None: `training.schedule`."""
+    optimizer_from: str = "optimizer="
+    """The argument or setting that gave it, for messages."""
+    scheduler_from: str = "scheduler="
 
-    def make(self, model: nn.Module) -> UserSteps:
-        """The optimizer for a model. Raises ShoalError where it is none, or does not step exactly the model's parameters."""
-        found: Any = self.optimizer if isinstance(self.optimizer, Optimizer) else self.optimizer(model)
+    def make(self, model: nn.Module, own: Optimizer) -> UserSteps:
+        """The optimizer and the scheduler for a network, whose engine has made its `own` optimizer. Raises ShoalError where they are none,
+        or do not step exactly the network's parameters."""
+        found = own if self.optimizer is None else self._optimizer(model)
+        return UserSteps(found, None if self.scheduler is None else self._scheduler(found))
+
+    def _optimizer(self, model: nn.Module) -> Optimizer:
+        found: Any = self.optimizer if isinstance(self.optimizer, Optimizer) else self.optimizer(model)  # type: ignore[misc]
         if not isinstance(found, Optimizer):
-            raise ShoalError(f"optimizer= must give an optimizer of torch: it gave {type(found).__name__}")
-        _check_parameters(found, model)
-        scheduler: Any = self.scheduler
-        if scheduler is not None and not isinstance(scheduler, Scheduler):
-            scheduler = scheduler(found)
-        if scheduler is not None and not isinstance(scheduler, Scheduler):
-            raise ShoalError(f"scheduler= must give a scheduler of torch.optim.lr_scheduler: it gave {type(scheduler).__name__}")
-        if scheduler is not None and scheduler.optimizer is not found:
+            raise ShoalError(f"{self.optimizer_from} must give an optimizer of torch: it gave {type(found).__name__}")
+        _check_parameters(found, model, self.optimizer_from)
+        return found
+
+    def _scheduler(self, optimizer: Optimizer) -> Scheduler:
+        found: Any = self.scheduler if isinstance(self.scheduler, Scheduler) else self.scheduler(optimizer)  # type: ignore[misc]
+        if not isinstance(found, Scheduler):
+            raise ShoalError(f"{self.scheduler_from} must give a scheduler of torch.optim.lr_scheduler: it gave {type(found).__name__}")
+        if found.optimizer is not optimizer:
             raise ShoalError(
-                "scheduler= is of another optimizer than optimizer=: pass a function that makes it, scheduler=lambda optimizer: …"
+                f"{self.scheduler_from} is of another optimizer than the run's: give a function of the optimizer that makes it"
             )
-        return UserSteps(found, scheduler)
+        return found
 
 
 class UserSteps:
@@ -68,10 +79,10 @@ class UserSteps:
                 group["lr"] = rate
 
 
-def _check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+def _check_parameters(optimizer: Optimizer, model: nn.Module, origin: str) -> None:
     stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
     known = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
     if stepped - known.keys():
-        raise ShoalError(f"optimizer= steps parameters that are not those of the model that is trained: {_OF_A_MODEL}")
+        raise ShoalError(f"{origin} steps parameters that are not those of the model that is trained: {_OF_A_MODEL}")
     if left := [name for number, name in known.items() if number not in stepped]:
-        raise ShoalError(f"optimizer= does not step `{left[0]}`: add it to a group, or freeze it (requires_grad_(False))")
+        raise ShoalError(f"{origin} does not step `{left[0]}`: add it to a group, or freeze it (requires_grad_(False))")

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import model as schema
-from shoal.config.schema.training import WHOLE_MATRICES
+from shoal.config.schema.training import WHOLE_MATRICES, TorchOptimizer
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface import pretrained
@@ -29,10 +29,16 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     return {"model": _with_own_layers(network, model, run) or network}
 
 
+def _steps_whole_matrices(run: Run) -> bool:
+    """Whether an optimizer may look at the shape or the name of a parameter: layers that hold several matrices as one are not for it."""
+    chosen = run.training.optimizer
+    names = {getattr(chosen, "name", None), *(player.name for player in run.training.players.values())}
+    return not isinstance(chosen, TorchOptimizer) or bool(names & set(WHOLE_MATRICES))
+
+
 def _with_own_layers(network: HuggingFace, model: schema.HuggingFace, run: Run) -> Gpt | None:
     """The same network with Shoal's own layers; None where the settings or the architecture say otherwise. Raises ShoalError."""
-    optimizers = {run.training.optimizer.name, *(player.name for player in run.training.players.values())}
-    if model.layers == "original" or (model.layers == "auto" and optimizers & set(WHOLE_MATRICES)):
+    if model.layers == "original" or (model.layers == "auto" and _steps_whole_matrices(run)):
         return None
     conversion = gpt_conversion(network)
     if conversion is None or not conversion.trains_alike:

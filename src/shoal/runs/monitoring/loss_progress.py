@@ -40,7 +40,8 @@ class LossProgress:
             return ""
         split = next(split for split in ("eval", "train", "step") if split in moves)
         numbers = f"{self.first[split]:.4g} at first, {self.newest[split]:.4g} at the end"
-        rate = f"{phase or 'training.optimizer'}.learning_rate (it is {training.optimizer.learning_rate:g})"
+        known = getattr(training.optimizer, "learning_rate", None)
+        rate = "learning rate" if known is None else f"{phase or 'training.optimizer'}.learning_rate (it is {known:g})"
         if min(moves.values()) > 1:
             return f"warning: the loss has risen: {numbers}. Try a smaller {rate}, or a limit for the gradient: training.clipping.max_norm"
         of = phase or "training"
