@@ -123,6 +123,11 @@ class Gpt(Trunk):
         super().__init__(settings, vocab_size, parts, variant=variant)
         self.trains_as_it_evaluates = settings.dropout == 0
 
+    @property
+    def skips_padding(self) -> bool:
+        """Whether it computes the same for padded rows and for their texts as documents of one packed row, of any length."""
+        return self.reader is None and self.memory is None
+
 
 def players(model: schema.Gpt, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     return {"model": Gpt(model, vocab_size_for(model.vocab_size, shapes))}

@@ -336,8 +336,9 @@ class Trunk(nn.Module):
     ) -> Tensor:
         """Embed the tokens: the residual stream before the first layer."""
         length = past + input_ids_BL.shape[1]
-        if length > self.max_seq_len:
-            raise ShoalError(f"a sequence of {length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
+        longest = length if document_lengths is None or length <= self.max_seq_len else int(document_lengths.max())
+        if longest > self.max_seq_len:
+            raise ShoalError(f"a sequence of {longest} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
         x_BLD: Tensor
         if beside is not None and self.output is None and self.token_embedding.can_lend:
             x_BLD, beside.output_weight = self.token_embedding(input_ids_BL, lends=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.tasks.base import IGNORED, Batch, Loss, Task
-from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
+from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of, output_of
 from shoal.tasks.language import READ_BESIDE
 
 
@@ -61,13 +61,6 @@ def given_to(model: Any, text: PromptAnswers) -> dict[str, Any]:
     if hasattr(model, "new_beside"):
         given["beside"] = model.new_beside(counted_BL=text.counted_BL, **text.beside)
     return given
-
-
-def output_of(model: Any, given: dict[str, Any]) -> Tensor:
-    """The output matrix that a model used in a pass with these keyword arguments."""
-    used: Tensor | None = given["beside"].output_weight if "beside" in given else None
-    own: Tensor = model.output_weight
-    return own if used is None else used
 
 
 def log_softmax(model: Any, text: PromptAnswers, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:

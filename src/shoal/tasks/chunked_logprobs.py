@@ -1,4 +1,4 @@
-"""Log-probabilities of answers' tokens, and gradients of a loss on them, without the logits of all tokens at once.
+"""Log-probabilities of tokens, and gradients of a loss on them, without the logits of all tokens at once.
 
 With a large vocabulary the logits of a mini-batch take far more memory than the model's hidden states, so they are computed for a chunk of
 tokens at a time. The gradient of a loss that is a sum over tokens is known as soon as a token's log-probability is, so the chunk's part of
@@ -26,6 +26,8 @@ _NEVER = -3e4
 _CACHED = 1 << 19
 """2 MiB in float32."""
 
+ToSlopes = Callable[[Tensor, Tensor, slice], tuple[Tensor, ...]]
+"""Figures of some tokens, by their logits, labels and places. In the place of the logits the loss's slope by these is written."""
 SlopeOf = Callable[[slice, Tensor, Tensor], tuple[Tensor, float]]
 """Of some tokens, by their places, log-probabilities and entropies: the loss's slope by each log-probability [n], and by any entropy."""
 
@@ -38,6 +40,26 @@ class ChunkedLogProbs(NamedTuple):
     hidden_slope_ND: Tensor
     weight_slope_VD: Tensor | None
     """None: the output matrix does not learn."""
+
+
+class Slopes(NamedTuple):
+    """The slopes of a loss by hidden states and output matrix, as in `ChunkedLogProbs`."""
+
+    hidden_slope_ND: Tensor
+    weight_slope_VD: Tensor | None
+
+
+def cross_entropy_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, buffer_VD: Tensor | None = None) -> Tensor:
+    """The mean cross-entropy of at least one label. `buffer_VD`: as in `in_pieces`."""
+    if not torch.is_grad_enabled():
+        return -log_probs_of(hidden_ND, weight_VD, labels_N, 1.0).mean()
+    share = 1 / len(labels_N)
+
+    def to_slopes(logits_rV: Tensor, labels_r1: Tensor, rows: slice) -> tuple[Tensor]:
+        return (_cross_entropy_slopes(logits_rV, labels_r1, share),)
+
+    (log_probs_N,), slopes = _each_piece(hidden_ND, weight_VD, labels_N, to_slopes, buffer_VD)
+    return with_slopes(-log_probs_N.mean(), hidden_ND, weight_VD, slopes)
 
 
 @torch.no_grad()
@@ -61,31 +83,36 @@ def in_pieces(
 ) -> ChunkedLogProbs:
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `buffer_VD`:
     memory for the latter; None: it is allocated."""
+
+    def to_slopes(logits_rV: Tensor, labels_r1: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        return _to_slopes(logits_rV, labels_r1, temperature, rows, slope_of)
+
+    (log_probs_N, entropy_N), slopes = _each_piece(hidden_ND, weight_VD, labels_N, to_slopes, buffer_VD)
+    return ChunkedLogProbs(log_probs_N, entropy_N, *slopes)
+
+
+@torch.no_grad()
+def _each_piece(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, to_slopes: ToSlopes, buffer_VD: Tensor | None
+) -> tuple[list[Tensor], Slopes]:
+    """The figures of all tokens, and the slopes."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
     weight_slope_WD: Tensor | None = None
-    found = []
+    figures: list[tuple[Tensor, ...]] = []
+    hidden_slopes = []
     for some in _cut(len(labels_N), weight_VD):
         logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD))
         logits_slope_nW = logits_nW.to(torch.promote_types(logits_nW.dtype, torch.float32))
         del logits_nW
-        results = [
-            _to_slopes(rows_rW, labels_N[rows, None], temperature, rows, slope_of)
-            for rows, rows_rW in _rows_of(logits_slope_nW, some.start)
-        ]
-        log_probs_n, entropy_n = map(torch.cat, zip(*results, strict=True))
+        figures += [to_slopes(rows_rW, labels_N[rows, None], rows) for rows, rows_rW in _rows_of(logits_slope_nW, some.start)]
         logits_slope_nW = logits_slope_nW.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            found.append((log_probs_n, entropy_n, logits_slope_nW @ wide_WD.to(kind)))
+            hidden_slopes.append(logits_slope_nW @ wide_WD.to(kind))
             if weight_VD.requires_grad:
                 weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype, buffer_VD)
-        del logits_slope_nW  # as above
-    log_probs, entropies, slopes = zip(*found, strict=True)
-    return ChunkedLogProbs(
-        torch.cat(log_probs),
-        torch.cat(entropies),
-        torch.cat(slopes),
-        None if weight_slope_WD is None else weight_slope_WD[: len(weight_VD)],
-    )
+        del logits_slope_nW  # before those of the next piece need as much memory
+    weight_slope_VD = None if weight_slope_WD is None else weight_slope_WD[: len(weight_VD)]
+    return [torch.cat(parts) for parts in zip(*figures, strict=True)], Slopes(torch.cat(hidden_slopes), weight_slope_VD)
 
 
 def _kind_of_slopes(hidden_ND: Tensor) -> torch.dtype:
@@ -147,6 +174,16 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
     return log_probs_r, entropy_r
 
 
+def _cross_entropy_slopes(logits_rV: Tensor, labels_r1: Tensor, share: float) -> Tensor:
+    """Log-probabilities of the labels. In the place of the logits the slope of the cross-entropy by these, times `share`, is written."""
+    logits_rV.sub_(logits_rV.amax(-1, keepdim=True))
+    of_labels_r1 = logits_rV.gather(1, labels_r1)
+    total_r1 = logits_rV.exp_().sum(-1, keepdim=True)
+    logits_rV.mul_(share / total_r1)
+    logits_rV.scatter_add_(1, labels_r1, torch.full_like(of_labels_r1, -share))
+    return (of_labels_r1 - total_r1.log()).squeeze(1)
+
+
 def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, buffer_VD: Tensor | None) -> Tensor:
     """A sum of products with one more, in a type at least as precise. The first goes into `buffer_VD`, if that has its shape and type."""
     if before_VD is not None:
@@ -172,15 +209,24 @@ class WithSlopes(torch.autograd.Function):
     """A loss whose gradients were computed together with it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs | Slopes) -> Tensor:
         ctx.pieces, ctx.kind = pieces, hidden_ND.dtype
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
         pieces, ctx.pieces = ctx.pieces, None
-        weight = pieces.weight_slope_VD
-        return None, (pieces.hidden_slope_ND * slope).to(ctx.kind), None if weight is None else weight.mul_(slope), None
+        hidden, weight = pieces.hidden_slope_ND, pieces.weight_slope_VD
+        if slope.device.type != "cpu" or float(slope) != 1:
+            hidden, weight = hidden.mul_(slope), None if weight is None else weight.mul_(slope)
+        return None, hidden.to(ctx.kind), weight, None
+
+
+def output_of(model: Any, given: dict[str, Any]) -> Tensor:
+    """The output matrix that a model used in a pass with these keyword arguments."""
+    used: Tensor | None = given["beside"].output_weight if "beside" in given else None
+    own: Tensor = model.output_weight
+    return own if used is None else used
 
 
 def gradient_buffer_of(parameter: Tensor) -> Tensor | None:
@@ -189,6 +235,6 @@ def gradient_buffer_of(parameter: Tensor) -> Tensor | None:
     return buffer if parameter.grad is None else None
 
 
-def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:
+def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs | Slopes) -> Tensor:
     """The loss, such that its backward pass gives the slopes that were found with it."""
     return WithSlopes.apply(loss, hidden_ND, weight_VD, pieces)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
 from shoal.tasks.base import IGNORED, Batch, Loss, Task
+from shoal.tasks.chunked_logprobs import cross_entropy_of, gradient_buffer_of, output_of
 
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
 """Columns of a batch with texts that a model reads beside its input."""
@@ -28,6 +29,8 @@ DOCUMENT_LENGTHS = "document_lengths"
 """Column of a batch of packed rows: the tokens of each document."""
 _LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval": ("passage_ids", "passage_from")}
 """Losses that measure the benefit of side texts, and the columns that are left out for each."""
+_PADDED = {"input_ids", "labels", "attention_mask"}
+"""The columns of a batch whose padding can be left out: others may be read by row and place."""
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
@@ -40,6 +43,9 @@ class LanguageModelling(Task):
 
     headline = "loss"
     counts_tokens = True
+    fixed_shapes = False
+    """Whether all tokens of a batch go through the whole network, as compilers and torch.func need it; else a CPU leaves out padding, and
+    the logits of tokens that do not count."""
 
     def __init__(
         self, players: dict[str, nn.Module], penalties: Penalties | None = None, eos_id: int | None = None, *, left_padding: bool = False
@@ -60,6 +66,7 @@ class LanguageModelling(Task):
 
     def compile(self) -> None:
         self.outputs = torch.compile(self.outputs)  # type: ignore[method-assign]
+        self.fixed_shapes = True
         model = self.players["model"]
         self.evaluates_in_training_mode = type(self) is LanguageModelling and bool(getattr(model, "trains_as_it_evaluates", False))
 
@@ -72,19 +79,53 @@ class LanguageModelling(Task):
         fresh, slots_B = len(batch["input_ids"]), None
         if self.memory is not None:
             batch, slots_B = self.memory.mixed(batch)
-        logits_BLV, beside = self.outputs(batch)
-        replay = {} if slots_B is None else self._score(logits_BLV, batch, slots_B, fresh)  # first: a fused loss uses the logits up
-        if len(batch["labels"]) > fresh and self.memory.replay_weight != 1:
-            self._weigh_replayed(logits_BLV, batch["labels"], fresh)
-        fused = logits_BLV.is_cuda and _HAS_TRITON
-        total, metrics = self._fused(logits_BLV, batch) if fused else self._plain(logits_BLV[..., : self.vocab_size], batch)
-        metrics |= replay
+        batch = self._without_padding(batch)
+        if slots_B is None and not self.penalised and self._selects(batch):
+            total, beside = self._in_pieces(batch)
+            metrics = {"loss": total}
+        else:
+            total, metrics, beside = self._of_all_logits(batch, slots_B, fresh)
         if beside is not None:
             for name, weight, value in beside.losses:
                 metrics[name] = value
                 total = total + weight * value
             metrics |= beside.figures
         yield Loss("model", total, metrics)
+
+    def _of_all_logits(self, batch: Batch, slots_B: Tensor | None, fresh: int) -> tuple[Tensor, dict[str, Tensor], Any]:
+        """The loss, metrics, and what the model gives beside its logits. `slots_B`, `fresh`: what the memory mixed into the batch."""
+        logits_BLV, beside = self.outputs(batch)
+        replay = {} if slots_B is None else self._score(logits_BLV, batch, slots_B, fresh)  # first: a fused loss uses the logits up
+        if len(batch["labels"]) > fresh and self.memory.replay_weight != 1:
+            self._weigh_replayed(logits_BLV, batch["labels"], fresh)
+        fused = logits_BLV.is_cuda and _HAS_TRITON
+        total, metrics = self._fused(logits_BLV, batch) if fused else self._plain(logits_BLV[..., : self.vocab_size], batch)
+        return total, metrics | replay, beside
+
+    def _without_padding(self, batch: Batch) -> Batch:
+        """The batch as one packed row, where a CPU saves padding by that and the model computes the same."""
+        if self.fixed_shapes or batch["input_ids"].device.type != "cpu" or batch.keys() != _PADDED:
+            return batch
+        real_BL = batch["attention_mask"].bool()
+        if bool(real_BL.all()) or not getattr(self.players["model"], "skips_padding", False):
+            return batch
+        joined = {name: batch[name][real_BL].unsqueeze(0) for name in ("input_ids", "labels")}
+        return joined | {DOCUMENT_LENGTHS: real_BL.sum(1).unsqueeze(0)}
+
+    def _selects(self, batch: Batch) -> bool:
+        """Whether logits are made for tokens that count alone, some at a time. On a GPU a kernel computes the loss of all of them."""
+        labels_BL, own = batch["labels"], type(self).outputs is not LanguageModelling.outputs
+        if self.fixed_shapes or own or labels_BL.device.type != "cpu" or not hasattr(self.players["model"], "output_weight"):
+            return False
+        return bool((labels_BL != IGNORED).any())
+
+    def _in_pieces(self, batch: Batch) -> tuple[Tensor, Any]:
+        """The cross-entropy, and what the model gives beside its hidden states."""
+        model: Any = self.players["model"]
+        given, counted_BL = self.beside_tokens(batch), batch["labels"] != IGNORED
+        hidden_ND, labels_N = model.hidden(batch["input_ids"], **given)[counted_BL], batch["labels"][counted_BL]
+        loss = cross_entropy_of(hidden_ND, output_of(model, given), labels_N, gradient_buffer_of(model.output_weight))
+        return loss, given.get("beside")
 
     @torch.no_grad()
     def _score(self, logits_BLV: Tensor, batch: Batch, slots_B: Tensor, fresh: int) -> dict[str, Tensor]:
@@ -185,6 +226,8 @@ class LanguageModelling(Task):
         if self.evaluates_in_training_mode:
             with torch.enable_grad():  # what is compiled for training steps is compiled with gradients
                 logits_BLV = self.outputs(self._filled(batch))[0].detach()[: len(batch["labels"])]
+        elif self._selects(batch := self._without_padding(batch)):
+            return self._in_pieces(batch)[0]
         else:
             logits_BLV = self.outputs(batch)[0]
         return cross_entropy(logits_BLV[..., : self.vocab_size], batch["labels"])

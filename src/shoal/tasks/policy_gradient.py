@@ -18,9 +18,9 @@ from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
-from shoal.tasks.answer_logprobs import PromptAnswers, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
+from shoal.tasks.answer_logprobs import PromptAnswers, as_used, chosen, given_to, log_softmax, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, MetricMeans, Task
-from shoal.tasks.chunked_logprobs import SlopeOf, gradient_buffer_of, in_pieces, with_slopes
+from shoal.tasks.chunked_logprobs import SlopeOf, gradient_buffer_of, in_pieces, output_of, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
 
 
