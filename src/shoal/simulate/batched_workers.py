@@ -98,8 +98,8 @@ class _Loss(nn.Module):
 
     def __init__(self, task: Task) -> None:
         super().__init__()
-        self.task: Any = task
-        self.task.fixed_shapes = True
+        self.task = task
+        task.fixed_shapes = True
         self.network = next(iter(task.players.values()))
         for module in self.network.modules():
             if isinstance(module, TokenEmbedding):

@@ -45,6 +45,9 @@ class Task(ABC):
     """Whether batches are answers of the model itself, so that it must generate text while it learns."""
     draws_images: bool = False
     """Whether `images` can be called."""
+    fixed_shapes: bool = False
+    """Whether all tokens of a batch must go through the whole network, as compilers and torch.func need it; else a CPU may leave
+    out padding, and the logits of tokens that do not count."""
     evaluates_in_training_mode: bool = False
     """Whether the networks compute the same in training and in evaluation, and stay in training mode, for which they are compiled."""
 

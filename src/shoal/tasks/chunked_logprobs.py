@@ -50,7 +50,10 @@ class Slopes(NamedTuple):
 
 
 def cross_entropy_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, buffer_VD: Tensor | None = None) -> Tensor:
-    """The mean cross-entropy of at least one label. `buffer_VD`: as in `in_pieces`."""
+    """The mean cross-entropy of at least one label. A matrix that does not learn is rounded to the type of the hidden states.
+    `buffer_VD`: as in `in_pieces`."""
+    if not weight_VD.requires_grad:
+        weight_VD = weight_VD.to(hidden_ND.dtype)
     if not torch.is_grad_enabled():
         return -log_probs_of(hidden_ND, weight_VD, labels_N, 1.0).mean()
     share = 1 / len(labels_N)
@@ -225,7 +228,7 @@ class WithSlopes(torch.autograd.Function):
 def output_of(model: Any, given: dict[str, Any]) -> Tensor:
     """The output matrix that a model used in a pass with these keyword arguments."""
     used: Tensor | None = given["beside"].output_weight if "beside" in given else None
-    own: Tensor = model.output_weight
+    own: Tensor = model.output_weight if hasattr(model, "output_weight") else model.product_weight
     return own if used is None else used
 
 

@@ -43,9 +43,6 @@ class LanguageModelling(Task):
 
     headline = "loss"
     counts_tokens = True
-    fixed_shapes = False
-    """Whether all tokens of a batch go through the whole network, as compilers and torch.func need it; else a CPU leaves out padding, and
-    the logits of tokens that do not count."""
 
     def __init__(
         self, players: dict[str, nn.Module], penalties: Penalties | None = None, eos_id: int | None = None, *, left_padding: bool = False
@@ -114,17 +111,20 @@ class LanguageModelling(Task):
 
     def _selects(self, batch: Batch) -> bool:
         """Whether logits are made for tokens that count alone, some at a time. On a GPU a kernel computes the loss of all of them."""
-        labels_BL, own = batch["labels"], type(self).outputs is not LanguageModelling.outputs
-        if self.fixed_shapes or own or labels_BL.device.type != "cpu" or not hasattr(self.players["model"], "output_weight"):
+        model, labels_BL = self.players["model"], batch["labels"]
+        if self.fixed_shapes or type(self).outputs is not LanguageModelling.outputs or labels_BL.device.type != "cpu":
             return False
-        return bool((labels_BL != IGNORED).any())
+        shown = hasattr(model, "output_weight") or bool(getattr(model, "gives_product", False))
+        return shown and bool((labels_BL != IGNORED).any())
 
     def _in_pieces(self, batch: Batch) -> tuple[Tensor, Any]:
         """The cross-entropy, and what the model gives beside its hidden states."""
         model: Any = self.players["model"]
         given, counted_BL = self.beside_tokens(batch), batch["labels"] != IGNORED
         hidden_ND, labels_N = model.hidden(batch["input_ids"], **given)[counted_BL], batch["labels"][counted_BL]
-        loss = cross_entropy_of(hidden_ND, output_of(model, given), labels_N, gradient_buffer_of(model.output_weight))
+        weight_VD = output_of(model, given)
+        buffer_VD = gradient_buffer_of(getattr(model, "output_weight", weight_VD))
+        loss = cross_entropy_of(hidden_ND, weight_VD, labels_N, buffer_VD)
         return loss, given.get("beside")
 
     @torch.no_grad()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import frozen_weights, pretrained
-from shoal.models.huggingface.packing import check_documents_apart, document_arguments
+from shoal.models.huggingface.output_matrix import gives_product
+from shoal.models.huggingface.packing import attends_one_by_one, check_documents_apart, document_arguments
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The cache argument of attention models and of state-space models."""
@@ -86,11 +87,33 @@ class HuggingFace(nn.Module):
         """The arguments that say which tokens attend to which."""
         if document_lengths is None:
             return mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
-        return document_arguments(document_lengths, input_ids_BL.shape[1])
+        one_by_one = document_lengths.device.type == "cpu" and self.skips_padding
+        return document_arguments(document_lengths, input_ids_BL.shape[1], one_by_one)
 
     def expect_documents_apart(self) -> None:
         """Raises ShoalError if the model cannot keep the documents of packed rows apart."""
-        check_documents_apart(self.inner.get_base_model() if self.has_adapters else self.inner)
+        check_documents_apart(self._base)
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether on a CPU padded rows are computed as documents of one packed row, of any length, which attend one by one."""
+        return attends_one_by_one(self._base)
+
+    @property
+    def gives_product(self) -> bool:
+        """Whether logits are the product of `hidden` with `product_weight`."""
+        return gives_product(self._base)
+
+    @property
+    def product_weight(self) -> Tensor:
+        """The output matrix. One that is stored in few bits is restored by each call."""
+        weight: Tensor = self._base.get_output_embeddings().weight
+        return weight
+
+    @property
+    def _base(self) -> Any:
+        """The model without the wrapper of peft; LoRA matrices are in its layers."""
+        return self.inner.get_base_model() if self.has_adapters else self.inner
 
     def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, **arguments: Any) -> Tensor:
         if "use_cache" in self.accepts:
@@ -118,9 +141,7 @@ class HuggingFace(nn.Module):
         arguments = self._layout(input_ids_BL, attention_mask, document_lengths)
         if "use_cache" in self.accepts:
             arguments["use_cache"] = False
-        # Without the wrapper of peft; LoRA matrices are in the layers
-        whole = self.inner.get_base_model() if self.has_adapters else self.inner
-        return whole.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
+        return self._base.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Context: the model without its LoRA adapters."""

@@ -59,24 +59,26 @@ def needs_mask(documents: PackedDocuments, dtype: torch.dtype, dropout: float) -
     return bool(pairs >= rows * length * length)
 
 
-def attend_inside(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, documents: PackedDocuments, dropout: float) -> Tensor:
-    """Causal attention inside each document: [B, H, L, E]."""
+def attend_inside(
+    query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, documents: PackedDocuments, dropout: float, scale: float | None = None
+) -> Tensor:
+    """Causal attention inside each document: [B, H, L, E]. `scale`: of the products, on a CPU; None: 1 / sqrt(E)."""
     query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query_BHLE, key_BKLE, value_BKLE))
     if query.is_cuda:
         from shoal.models.kernels.varlen import attend_to_each
 
         attended = attend_to_each(query, key, value, documents.lengths_N, query_BHLE.shape[2])
     else:
-        attended = _one_by_one(query, key, value, [size for size in documents.lengths_N.tolist() if size], dropout)
+        attended = _one_by_one(query, key, value, [size for size in documents.lengths_N.tolist() if size], dropout, scale)
     return attended.view(len(query_BHLE), -1, *attended.shape[1:]).transpose(1, 2)
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sizes: list[int], dropout: float) -> Tensor:
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sizes: list[int], dropout: float, scale: float | None) -> Tensor:
     """Attention [tokens, H, E], document by document. Splitting copies nothing, and the gradients of all parts are written once."""
-    grouped = query.shape[1] != key.shape[1]
+    how = {"is_causal": True, "dropout_p": dropout, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     attended = []
     for of_document in zip(*(torch.split(heads, sizes) for heads in (query, key, value)), strict=True):
         query_1HLE, key_1KLE, value_1KLE = (heads.transpose(0, 1).unsqueeze(0) for heads in of_document)
-        heads_1HLE = F.scaled_dot_product_attention(query_1HLE, key_1KLE, value_1KLE, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+        heads_1HLE = F.scaled_dot_product_attention(query_1HLE, key_1KLE, value_1KLE, **how)  # type: ignore[arg-type]
         attended.append(heads_1HLE.squeeze(0).transpose(0, 1))
     return torch.cat(attended)
