@@ -70,9 +70,8 @@ def loss_and_slopes(task: LanguageModelling, batch: Batch, fixed_shapes: bool) -
 @pytest.mark.parametrize(("side", "dtype"), [("right", torch.float64), ("left", torch.float32)])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_those_of_whole_batches(name: str, side: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens at a time, two of them in a processor's cache. Parts of models of transformers compute in float32 whatever they hold."""
+    """Three tokens at a time. Parts of models of transformers compute in float32 whatever they hold."""
     monkeypatch.setattr(chunked_logprobs, "_LOGITS_AT_ONCE", 3 * VOCABULARY)
-    monkeypatch.setattr(chunked_logprobs, "_CACHED", 2 * VOCABULARY)
     monkeypatch.setattr(documents, "_CALL_COST", 0)
     torch.manual_seed(0)
     task = LanguageModelling({"model": MODELS[name]().to(dtype).train()}, left_padding=side == "left")

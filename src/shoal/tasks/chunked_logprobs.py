@@ -26,7 +26,7 @@ _NEVER = -3e4
 _CACHED = 1 << 19
 """2 MiB in float32."""
 
-ToSlopes = Callable[[Tensor, Tensor, slice], tuple[Tensor, ...]]
+ToSlopes = Callable[[Tensor, Tensor, slice], list[Tensor]]
 """Figures of some tokens, by their logits, labels and places. In the place of the logits the loss's slope by these is written."""
 SlopeOf = Callable[[slice, Tensor, Tensor], tuple[Tensor, float]]
 """Of some tokens, by their places, log-probabilities and entropies: the loss's slope by each log-probability [n], and by any entropy."""
@@ -56,12 +56,7 @@ def cross_entropy_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, buf
         weight_VD = weight_VD.to(hidden_ND.dtype)
     if not torch.is_grad_enabled():
         return -log_probs_of(hidden_ND, weight_VD, labels_N, 1.0).mean()
-    share = 1 / len(labels_N)
-
-    def to_slopes(logits_rV: Tensor, labels_r1: Tensor, rows: slice) -> tuple[Tensor]:
-        return (_cross_entropy_slopes(logits_rV, labels_r1, share),)
-
-    (log_probs_N,), slopes = _each_piece(hidden_ND, weight_VD, labels_N, to_slopes, buffer_VD)
+    (log_probs_N,), slopes = _each_piece(hidden_ND, weight_VD, labels_N, _cross_entropy_slopes, buffer_VD, 1 / len(labels_N))
     return with_slopes(-log_probs_N.mean(), hidden_ND, weight_VD, slopes)
 
 
@@ -69,9 +64,9 @@ def cross_entropy_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, buf
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
     """The log-probability of each label [N], without gradients."""
     wide_WD = _widened(weight_VD)
-    found = []
+    found, room_nW = [], _room(hidden_ND, wide_WD, len(labels_N))
     for some in _cut(len(labels_N), weight_VD):
-        logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD))
+        logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD), room_nW)
         found += [
             at_temperature(rows_rW, temperature).gather(1, labels_N[rows, None]).squeeze(1)
             for rows, rows_rW in _rows_of(logits_nW, some.start)
@@ -87,8 +82,11 @@ def in_pieces(
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `buffer_VD`:
     memory for the latter; None: it is allocated."""
 
-    def to_slopes(logits_rV: Tensor, labels_r1: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        return _to_slopes(logits_rV, labels_r1, temperature, rows, slope_of)
+    def to_slopes(logits_nV: Tensor, labels_n1: Tensor, some: slice) -> list[Tensor]:
+        pairs = [
+            _to_slopes(rows_rV, labels_N[rows, None], temperature, rows, slope_of) for rows, rows_rV in _rows_of(logits_nV, some.start)
+        ]
+        return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
     (log_probs_N, entropy_N), slopes = _each_piece(hidden_ND, weight_VD, labels_N, to_slopes, buffer_VD)
     return ChunkedLogProbs(log_probs_N, entropy_N, *slopes)
@@ -96,23 +94,23 @@ def in_pieces(
 
 @torch.no_grad()
 def _each_piece(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, to_slopes: ToSlopes, buffer_VD: Tensor | None
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, to_slopes: ToSlopes, buffer_VD: Tensor | None, share: float = 1.0
 ) -> tuple[list[Tensor], Slopes]:
-    """The figures of all tokens, and the slopes."""
+    """The figures of all tokens, and the slopes, which are `share` times those that `to_slopes` gives."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
-    weight_slope_WD: Tensor | None = None
-    figures: list[tuple[Tensor, ...]] = []
-    hidden_slopes = []
+    weight_slope_WD, room_nW = None, _room(hidden_ND, wide_WD, len(labels_N))
+    figures, hidden_slopes = list[list[Tensor]](), list[Tensor]()
     for some in _cut(len(labels_N), weight_VD):
-        logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD))
+        logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD), room_nW)
         logits_slope_nW = logits_nW.to(torch.promote_types(logits_nW.dtype, torch.float32))
         del logits_nW
-        figures += [to_slopes(rows_rW, labels_N[rows, None], rows) for rows, rows_rW in _rows_of(logits_slope_nW, some.start)]
+        figures.append(to_slopes(logits_slope_nW, labels_N[some, None], some))
         logits_slope_nW = logits_slope_nW.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            hidden_slopes.append(logits_slope_nW @ wide_WD.to(kind))
+            hidden_slopes.append((logits_slope_nW @ wide_WD.to(kind)).mul_(share))
             if weight_VD.requires_grad:
-                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype, buffer_VD)
+                scaled_nD = hidden_ND[some].to(kind) * share
+                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, scaled_nD, weight_VD.dtype, buffer_VD)
         del logits_slope_nW  # before those of the next piece need as much memory
     weight_slope_VD = None if weight_slope_WD is None else weight_slope_WD[: len(weight_VD)]
     return [torch.cat(parts) for parts in zip(*figures, strict=True)], Slopes(torch.cat(hidden_slopes), weight_slope_VD)
@@ -135,15 +133,22 @@ def _rows_missing(weight_VD: Tensor) -> int:
     return -len(weight_VD) % 8 if weight_VD.is_cuda else 0
 
 
-def _logits(hidden_nD: Tensor, wide_WD: Tensor, vocabulary: int) -> Tensor:
+def _logits(hidden_nD: Tensor, wide_WD: Tensor, vocabulary: int, room_nW: Tensor | None = None) -> Tensor:
     """In float32 on a CPU `F.linear` first makes a copy of the matrix in another order. Written so, the product needs none."""
-    if hidden_nD.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_nD.dtype != wide_WD.dtype:
+    if room_nW is None:
         logits_nW = F.linear(hidden_nD, wide_WD)
     else:
-        logits_nW = hidden_nD.new_empty(len(hidden_nD), len(wide_WD))
+        logits_nW = room_nW[: len(hidden_nD)]
         torch.mm(wide_WD, hidden_nD.T, out=logits_nW.T)
     logits_nW[:, vocabulary:] = _NEVER
     return logits_nW
+
+
+def _room(hidden_ND: Tensor, wide_WD: Tensor, count: int) -> Tensor | None:
+    """Memory for the logits of a piece on a CPU. If each piece allocated its own, the heap would keep holes that the next does not fit."""
+    if hidden_ND.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_ND.dtype != wide_WD.dtype:
+        return None
+    return hidden_ND.new_empty(min(count, _rows_at_once(wide_WD)), len(wide_WD))
 
 
 def _rows_of(whole_nV: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
@@ -177,14 +182,12 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
     return log_probs_r, entropy_r
 
 
-def _cross_entropy_slopes(logits_rV: Tensor, labels_r1: Tensor, share: float) -> Tensor:
-    """Log-probabilities of the labels. In the place of the logits the slope of the cross-entropy by these, times `share`, is written."""
-    logits_rV.sub_(logits_rV.amax(-1, keepdim=True))
-    of_labels_r1 = logits_rV.gather(1, labels_r1)
-    total_r1 = logits_rV.exp_().sum(-1, keepdim=True)
-    logits_rV.mul_(share / total_r1)
-    logits_rV.scatter_add_(1, labels_r1, torch.full_like(of_labels_r1, -share))
-    return (of_labels_r1 - total_r1.log()).squeeze(1)
+def _cross_entropy_slopes(logits_nV: Tensor, labels_n1: Tensor, some: slice) -> list[Tensor]:
+    """Log-probabilities of the labels. In the place of the logits the slope of the sum of their cross-entropy is written."""
+    log_p_nV = torch.log_softmax(logits_nV, -1, out=logits_nV)
+    log_probs_n1 = log_p_nV.gather(1, labels_n1)
+    log_p_nV.exp_().scatter_add_(1, labels_n1, torch.full_like(log_probs_n1, -1))
+    return [log_probs_n1.squeeze(1)]
 
 
 def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, buffer_VD: Tensor | None) -> Tensor:
@@ -197,9 +200,13 @@ def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind:
 
 
 def _cut(count: int, weight_VD: Tensor) -> Iterator[slice]:
-    rows = max(1, _LOGITS_AT_ONCE * (_TIMES_ON_GPU if weight_VD.is_cuda else 1) // len(weight_VD))
+    rows = _rows_at_once(weight_VD)
     for start in range(0, count, rows):
         yield slice(start, start + rows)
+
+
+def _rows_at_once(weight_VD: Tensor) -> int:
+    return max(1, _LOGITS_AT_ONCE * (_TIMES_ON_GPU if weight_VD.is_cuda else 1) // len(weight_VD))
 
 
 def at_temperature(logits_NV: Tensor, temperature: float) -> Tensor:

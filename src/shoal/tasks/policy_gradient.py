@@ -91,7 +91,7 @@ class PolicyGradient(Task):
         """The slope of the policy's loss by log-probabilities and entropies of some of the tokens that count."""
         before_N, advantages_N, count = batch["log_probs"][real_BT], batch["advantages"][real_BT], int(real_BT.sum())
 
-        def slope_of(some: slice, log_probs_n: Tensor, entropy_n: Tensor) -> tuple[Tensor, float]:
+        def slope_of(some: slice, log_probs_n: Tensor, _: Tensor) -> tuple[Tensor, float]:
             with torch.enable_grad():
                 leaf_n = log_probs_n.detach().requires_grad_()
                 plain_n, clipped_n = self._gains_lost(leaf_n - before_N[some], advantages_N[some])
