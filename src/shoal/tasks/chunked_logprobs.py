@@ -64,7 +64,7 @@ def cross_entropy_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, buf
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
     """The log-probability of each label [N], without gradients."""
     wide_WD = _widened(weight_VD)
-    found, room_nW = [], _room(hidden_ND, wide_WD, len(labels_N))
+    found, room_nW = [], _room(hidden_ND, wide_WD, min(len(labels_N), _rows_at_once(weight_VD)))
     for some in _cut(len(labels_N), weight_VD):
         logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD), room_nW)
         found += [
@@ -98,7 +98,7 @@ def _each_piece(
 ) -> tuple[list[Tensor], Slopes]:
     """The figures of all tokens, and the slopes, which are `share` times those that `to_slopes` gives."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
-    weight_slope_WD, room_nW = None, _room(hidden_ND, wide_WD, len(labels_N))
+    weight_slope_WD, room_nW = None, _room(hidden_ND, wide_WD, min(len(labels_N), _rows_at_once(weight_VD)))
     figures, hidden_slopes = list[list[Tensor]](), list[Tensor]()
     for some in _cut(len(labels_N), weight_VD):
         logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD), room_nW)
@@ -144,11 +144,11 @@ def _logits(hidden_nD: Tensor, wide_WD: Tensor, vocabulary: int, room_nW: Tensor
     return logits_nW
 
 
-def _room(hidden_ND: Tensor, wide_WD: Tensor, count: int) -> Tensor | None:
+def _room(hidden_ND: Tensor, wide_WD: Tensor, rows: int) -> Tensor | None:
     """Memory for the logits of a piece on a CPU. If each piece allocated its own, the heap would keep holes that the next does not fit."""
     if hidden_ND.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_ND.dtype != wide_WD.dtype:
         return None
-    return hidden_ND.new_empty(min(count, _rows_at_once(wide_WD)), len(wide_WD))
+    return hidden_ND.new_empty(rows, len(wide_WD))
 
 
 def _rows_of(whole_nV: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
