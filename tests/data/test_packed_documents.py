@@ -19,7 +19,7 @@ from shoal.data.streams.text import TextStream
 from shoal.data.text.documents import Document, InMemoryDocuments
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.packing import best_fit
-from shoal.data.text.samples import PackedText, joined, padding_note, text_samples
+from shoal.data.text.samples import PackedText, Truncated, joined, padding_note, text_samples
 
 BYTES = load_tokenizer("bytes")
 EOS = 256
@@ -70,6 +70,17 @@ def test_prompts_stay_ignored_and_the_end_has_no_successor() -> None:
     assert batch["input_ids"].tolist() == [[*b"abcd", *b"efg", EOS, EOS, EOS]]
     assert batch["labels"].tolist() == [[-100, *b"cd", EOS, -100, *b"g", EOS, -100, -100, -100]]
     assert batch["document_lengths"].tolist() == [[4, 3]]
+
+
+@pytest.mark.parametrize("batching", ["packed", "dynamic"])
+def test_texts_that_lose_their_end_are_counted(batching: Any) -> None:
+    texts = [Document("c", prompt="abcdefgh"), Document("cdefghij", prompt="ab"), Document("cde", prompt="abcd"), Document("d")]
+    truncated, split = Truncated(), Truncated()
+    text_samples(texts, Encoding(BYTES, 7, batching, packing="documents"), truncated)
+    assert (truncated.count, truncated.unlearned) == (2, 1)
+    assert truncated.note() == "; 2 texts are longer than data.sequence_length and lose their end, 1 of them all that is to be learned"
+    text_samples(texts, Encoding(BYTES, 7, batching, packing="documents", truncation=False), split)
+    assert split.note() == ""
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), room=st.integers(20, 40))

@@ -160,6 +160,25 @@ def test_the_check_refuses_conversations_for_a_model_without_a_template(tmp_path
     assert "there is nothing at chatlm" in capsys.readouterr().err
 
 
+def test_the_check_refuses_pairs_of_conversations_for_a_model_without_a_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, answer = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": asked, "chosen": answer, "rejected": answer}) + "\n")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"dialect: shoal\ntask: dpo\nmodel: {{kind: gpt}}\ndata: {{source: {{kind: preferences, path: {pairs}}}}}\n")
+    phases = ["gpu/tiny", "--rlhf_config", "rlhf/test_cpu"]
+    pairs_of_phases = ["--set", f"rlhf.fine_tune={{preferences: {pairs}}}", "--set", f"rlhf.reward={{kind: trained, preferences: {pairs}}}"]
+    for words, problems in (([str(config)], 1), ([*phases, *pairs_of_phases], 2)):
+        assert main(["config", "check", *words]) == 2
+        assert capsys.readouterr().err.count("error[missing-template]: the rows of") == problems
+        assert main(["config", "check", *words, "--set", "data.chat_template=plain"]) == 0
+        capsys.readouterr()
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    assert main(["config", "check", *phases, *pairs_of_phases]) == 0
+
+
 def test_the_check_gives_the_command_for_workers_and_names_missing_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

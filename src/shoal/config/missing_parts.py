@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.config.derived_values import workers_needed
 from shoal.config.load import LoadedConfig
 from shoal.config.problems import Problem, Severity
-from shoal.config.rules.chat_rows import missing_template
+from shoal.config.rules.chat_rows import file_of_conversations, has_no_template
 from shoal.config.rules.rule import CUT_INTO_STAGES, WITHOUT_BLOCKS, names_a_model
 from shoal.config.schema import Run
 from shoal.config.schema.data import CHAT_TEMPLATES, Mixture
@@ -131,14 +131,33 @@ def _missing(loaded: LoadedConfig, files: Iterable[tuple[str, str]], severity: S
 
 
 def missing_chat_template(loaded: LoadedConfig) -> list[Problem]:
-    """A problem where rows are conversations, and the model has no chat template."""
+    """A problem for each file whose rows are conversations, where the model has no chat template."""
     settings, run = loaded.settings, loaded.run
-    file = missing_template(run) if run.chosen_task.needs in TEXT else None
-    if file is None:
+    if run.chosen_task.needs not in TEXT or not has_no_template(run):
         return []
-    message = f"the rows of {file} are conversations, and {run.data.tokenizer or 'bytes'} has no chat template"
     help = f"set data.chat_template to {', '.join(CHAT_TEMPLATES)}, or to a file; models that are tuned to chat have their own"
-    return [Problem("missing-template", message, settings.labels("data.source.path"), settings.spelling("data.chat_template"), help)]
+    return [
+        Problem(
+            "missing-template",
+            f"the rows of {file} are conversations, and {run.data.tokenizer or 'bytes'} has no chat template",
+            settings.labels(path),
+            settings.spelling("data.chat_template"),
+            help,
+        )
+        for path, file in _conversations_of(run)
+    ]
+
+
+def _conversations_of(run: Run) -> Iterator[tuple[str, Path]]:
+    """Files with conversations that the run reads with the tokenizer of its settings, each with its setting."""
+    source, files = run.data.source, list[tuple[str, str]]()
+    if getattr(source, "path", None) is not None and getattr(source, "text_field", None) is None:
+        files.append(("data.source.path", source.path))  # type: ignore[union-attr]
+    if run.rlhf is not None and run.rlhf.policy is None:  # a policy brings its own tokenizer
+        files += (one for one in (*_files_of(run), *_files_of_phases(run)) if one[0].startswith("rlhf."))
+    for path, name in files:
+        if (file := file_of_conversations(Path(name), getattr(source, "chosen_field", "chosen"))) is not None:
+            yield path, file
 
 
 def missing_workers(loaded: LoadedConfig) -> list[Problem]:

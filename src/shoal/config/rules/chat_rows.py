@@ -37,18 +37,20 @@ def is_list_of_objects(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
-def missing_template(run: Run) -> str | None:
-    """A file of conversations whose model has no template; None: there is no such file here, or it cannot be known yet."""
-    source, tokenizer = run.data.source, run.data.tokenizer or "bytes"
-    path = getattr(source, "path", None)
-    if run.data.chat_template is not None or path is None or getattr(source, "text_field", None) is not None:
-        return None
+def has_no_template(run: Run) -> bool:
+    """Whether the model certainly has no chat template: its files are here and hold none, and none is named."""
+    tokenizer = run.data.tokenizer or "bytes"
     folder = Path(tokenizer).expanduser()
-    if tokenizer not in ("bytes", "bpe", "characters") and (not folder.exists() or _has_template(folder)):
-        return None
-    file = _first_rows(Path(path).expanduser())
-    row = _first_row(file) if file is not None else None
-    return str(file) if row is not None and form_of(row) is not None else None
+    local = tokenizer in ("bytes", "bpe", "characters") or (folder.exists() and not _has_template(folder))
+    return run.data.chat_template is None and local
+
+
+def file_of_conversations(path: Path, chosen_field: str = "chosen") -> Path | None:
+    """The first file of rows at a path, if they are conversations or pairs of them."""
+    file = _first_rows(path.expanduser())
+    row = (_first_row(file) if file is not None else None) or {}
+    told = form_of(row) is not None or any(is_list_of_objects(row.get(name)) for name in ("prompt", chosen_field))
+    return file if told else None
 
 
 def _has_template(folder: Path) -> bool:

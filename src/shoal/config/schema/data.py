@@ -189,7 +189,7 @@ class Data(Section):
     """What the model learns to write. `assistant`: the assistant's turns of a conversation, and the completion after a prompt.
     `completion`: all that follows the prompt; where rows do not separate it, the last turn of the assistant. `all`: the prompts, too."""
     sequence_length: PositiveInt | None = None
-    """Tokens in a training sequence; null: as many as the model takes."""
+    """Tokens in a training sequence; null: model.max_seq_len; for a Hugging Face model 128."""
     batching: Literal["packed", "dynamic", "padded"] = "packed"
     """`packed`: several texts in a sequence, see packing; `dynamic`: padded to the longest of the batch; `padded`: to the full length."""
     packing: Literal["documents", "stream"] | None = None

@@ -18,7 +18,7 @@ from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, spl
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import LabelledAnswers, PreferencePairs, read_preferences
 from shoal.data.text.run_tokenizer import chat_note, contents, find_encoding, joined_name, noun, text_info
-from shoal.data.text.samples import TextSamples, expect_one_sequence, joined, padding_note, text_samples
+from shoal.data.text.samples import TextSamples, Truncated, expect_one_sequence, joined, padding_note, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError
 
@@ -41,14 +41,16 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
 
     chats = any(document.conversation is not None for train, _ in documents for document in train)
     encoding = find_encoding(run, texts, cache_dir, token, chats=chats)
-    train = [text_samples(part, encoding) for part, _ in documents]
+    truncated = Truncated()
+    train = [text_samples(part, encoding, truncated) for part, _ in documents]
     held_out = joined([text_samples(part, encoding) for _, part in documents])
     expect_one_sequence(name, joined(train), encoding)
     train_count, eval_count = counts(run.data, sum(map(len, train)), len(held_out))
     kept = _limit(train, train_count, run.seed)
     samples = _mix(kept, parts, run)
     note = chat_note([document for train, _ in documents for document in train])
-    info = text_info(f"{name}: {note}{noun(encoding, len(samples))}{padding_note(kept)}", encoding)
+    described = f"{name}: {note}{noun(encoding, len(samples))}{padding_note(kept)}{truncated.note()}"
+    info = text_info(described, encoding)
     expect_contexts(run, (document for train, _ in documents for document in train))
     data = Data(samples, some_of(held_out, eval_count, run.seed) if eval_count else None, info)
     return LoadedText(data, lambda: (document for train, _ in documents for document in train))

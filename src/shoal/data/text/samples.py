@@ -80,11 +80,27 @@ class PaddedText(DocumentSamples, SelectableSamples):
 TextSamples = PackedText | PaddedText
 
 
-def text_samples(documents: Sequence[Document], encoding: Encoding) -> TextSamples:
-    """Tokenise documents and make samples of them. There may be none."""
+@dataclass
+class Truncated:
+    """How many texts are longer than a sequence and lose their end."""
+
+    count: int = 0
+    unlearned: int = 0
+    """Of these: all that is to be learned was in the end, so they are left out."""
+
+    def note(self) -> str:
+        """For the user; empty: all texts are whole."""
+        if not self.count:
+            return ""
+        unlearned = f", {self.unlearned:,} of them all that is to be learned" if self.unlearned else ""
+        return f"; {self.count:,} texts are longer than data.sequence_length and lose their end{unlearned}"
+
+
+def text_samples(documents: Sequence[Document], encoding: Encoding, truncated: Truncated | None = None) -> TextSamples:
+    """Tokenise documents and make samples of them. There may be none. `truncated` counts the texts that are longer than a sequence."""
     if encoding.packs_documents:
-        return _pack_documents(documents, encoding)
-    return _pack(documents, encoding) if encoding.packed else _pad(documents, encoding)
+        return _pack_documents(documents, encoding, truncated)
+    return _pack(documents, encoding) if encoding.packed else _pad(documents, encoding, truncated)
 
 
 def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
@@ -107,10 +123,10 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     return packed if bool(useful.all()) else packed.select(useful)
 
 
-def _pack_documents(documents: Sequence[Document], encoding: Encoding) -> PackedText:
+def _pack_documents(documents: Sequence[Document], encoding: Encoding, truncated: Truncated | None) -> PackedText:
     """Sequences of whole documents, each sequence padded at its end."""
     refuse_contexts(documents)
-    rows = packed_rows([sample for some in _cut_each(documents, encoding) for sample in some], encoding)
+    rows = packed_rows([sample for some in _cut_each(documents, encoding, truncated) for sample in some], encoding)
     names = [origin for row in rows for origin in row.origins]
     ends = torch.tensor([len(row.lengths) for row in rows], dtype=torch.int64).cumsum(0)
     spans = torch.stack([ends - torch.tensor([len(row.lengths) for row in rows], dtype=torch.int64), ends - 1], dim=1)
@@ -129,8 +145,8 @@ def refuse_contexts(documents: Sequence[Document]) -> None:
         )
 
 
-def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
-    cuts = _cut_each(documents, encoding)
+def _pad(documents: Sequence[Document], encoding: Encoding, truncated: Truncated | None) -> PaddedText:
+    cuts = _cut_each(documents, encoding, truncated)
     samples = [sample for some in cuts for sample in some]
     numbers = torch.tensor([number for number, some in enumerate(cuts) for _ in some], dtype=torch.int64)
     origins = Origins([document.origin for document in documents], torch.stack([numbers, numbers], dim=1))
@@ -141,11 +157,18 @@ def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
     return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding, origins, contexts)
 
 
-def _cut_each(documents: Sequence[Document], encoding: Encoding) -> list[list[Sample]]:
+def _cut_each(documents: Sequence[Document], encoding: Encoding, truncated: Truncated | None) -> list[list[Sample]]:
     """The samples of each document by itself, its end-of-text token included."""
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
-    encoded = encode(documents, encoding, [end] * len(documents))
-    return [[sample for text in texts for sample in cut(text, encoding.sequence_length, encoding.truncation)] for texts in encoded]
+    samples_of: list[list[Sample]] = []
+    for texts in encode(documents, encoding, [end] * len(documents)):
+        parts = [[*cut(text, encoding.sequence_length, encoding.truncation)] for text in texts]
+        samples_of.append([sample for part in parts for sample in part])
+        if truncated is not None and encoding.truncation:
+            longer = [bool(part) for text, part in zip(texts, parts, strict=True) if len(text) - 1 > encoding.sequence_length]
+            truncated.count += len(longer)
+            truncated.unlearned += len(longer) - sum(longer)
+    return samples_of
 
 
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:
