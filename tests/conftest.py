@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +41,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """A folder of whole runs is not even read where whole runs are deselected. None leaves the choice to others."""
     whole = collection_path.name in WHOLE_FOLDERS and collection_path.is_dir()
     return True if whole and config.option.markexpr.startswith("not whole") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Modules and tests stay until the end: the garbage collector need not go through these million objects again and again."""
+    gc.disable()
+    try:
+        import_own_share(session.config)
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def import_own_share(config: pytest.Config) -> None:
+    """The processes of xdist all import the same files. Each begins with others: one process rewrites the asserts of a file that pytest has
+    not seen yet, which takes longer than the import, and the others find what it wrote."""
+    if config.args != ["tests"] or "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    number, count = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    files = [file for file in sorted(ROOT.glob("tests/**/test_*.py")) if not pytest_ignore_collect(file.parent, config)]
+    for file in files[number::count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection, which imports it again, reports that
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -74,6 +74,12 @@ def test_what_all_will_need_is_loaded_before_they_are_forked(folder: Path) -> No
     assert (folder / "output").read_text() == "True\n"
 
 
+def test_garbage_is_collected_among_its_own_objects_only(folder: Path) -> None:
+    (folder / "tells.py").write_text("import gc, sys\nprint(gc.isenabled(), gc.get_freeze_count() > 10 * len(gc.get_objects()))\n")
+    assert started(folder, "tells.py").wait(300) == 0
+    assert (folder / "output").read_text() == "True True\n"
+
+
 def test_a_signal_reaches_it_and_its_end_is_told(folder: Path) -> None:
     process = started(folder, "waits.py")
     wait_for_output(folder, "here")

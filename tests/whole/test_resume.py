@@ -138,7 +138,8 @@ def test_a_really_full_disk(folder: Path) -> None:
     """No file may grow beyond 40 kB: checkpoints cannot be written, and that is said."""
 
     (folder / "limited.py").write_text(
-        "import resource, signal\nfrom shoal.cli.main import main\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "import resource, signal, sys\nsys.dont_write_bytecode = True  # Python would keep half of what it compiles\n"
+        "from shoal.cli.main import main\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\nraise SystemExit(main())\n"
     )
     result = run_python(["limited.py", "train", "starter", "--epochs", "2", "--run-dir", "run"], folder)

@@ -2,8 +2,9 @@
 
 Loading torch takes seconds of a core and hundreds of megabytes. The fork server has loaded it once and does nothing else: it has no
 threads, no network connections, and has never touched a GPU. A process that it forks begins within a tenth of a second and shares its
-memory, so ten workers start as quickly as one. Forked processes use the same fork server for their own children. It ends when no process
-is connected to it any more.
+memory, so ten workers start as quickly as one. The garbage collector of such a process leaves the libraries' objects alone: it would
+write to nearly all of their memory, which is then not shared any more. Forked processes use the same fork server for their own children.
+It ends when no process is connected to it any more.
 
 macOS has libraries that do not survive a fork, and Windows has no fork: there each process is started with a new interpreter.
 """
@@ -11,6 +12,7 @@ macOS has libraries that do not survive a fork, and Windows has no fork: there e
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -306,6 +308,7 @@ class ForkServer:
         for name in question["start"]["loads"]:
             with contextlib.suppress(ImportError):  # the process that needs it reports that
                 importlib.import_module(name)
+        gc.freeze()
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -394,9 +397,11 @@ def main() -> NoReturn:
     set_title([sys.executable, "fork server of shoal"])
     line = socket.socket(fileno=int(sys.argv[1]))
     server = ForkServer(line)
+    gc.disable()  # nothing that a module makes when it is loaded is garbage
     for name in _LOADED:
         importlib.import_module(name)
     order = server.serve()
+    gc.enable()
     if order is not None:
         _become(order)
         try:
