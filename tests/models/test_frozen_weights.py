@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.data import Data
 from shoal.errors import ShoalError
 from shoal.models import build
+from shoal.models.huggingface import frozen_weights, merged_weights
+from shoal.models.huggingface import model as huggingface_model
 from shoal.models.huggingface.frozen_weights import NF4, FrozenEmbedding, FrozenLinear, restored, stored
 from shoal.updates.layout import ParameterLayout
 
@@ -79,6 +82,27 @@ def test_products_and_gradients_are_those_of_the_restored_weight(kind: str) -> N
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
         assert torch.equal(layer(x), plain(y, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_matrix_is_restored_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = frozen(matrix(300, 50), kind, bias=torch.randn(300))
+    x, y = (torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2))
+    slope = torch.randn(3, 5, 300)
+    expected = layer(x)
+    expected.backward(slope)
+    restored_shapes, restore = list[Any](), frozen_weights.restored
+    monkeypatch.setattr(frozen_weights, "_MOST_RESTORED", 100 * 50)
+    monkeypatch.setattr(frozen_weights, "restored", lambda *given: (restored_shapes.append(given[3]), restore(*given))[1])
+    found = layer(y)
+    found.backward(slope)
+    assert restored_shapes == [(64, 50)] * 4 + [(44, 50)] + [(64, 50)] * 4 + [(44, 50)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = layer(y)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected, rtol=0.05, atol=0.1)
 
 
 def test_no_restored_weight_is_kept_for_the_backward_pass() -> None:
@@ -187,17 +211,25 @@ def test_only_adapters_are_in_updates_and_frozen_weights_take_few_bytes(shapes: 
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "tied"])
-def test_exports_are_the_restored_weights_with_adapters_and_adapters_alone(shapes: Any, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_exports_are_the_restored_weights_with_adapters_and_adapters_alone(
+    shapes: Any, tmp_path: Path, kind: str, dora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft")
     folder = written(kind, tmp_path / "start")
-    model = moved(built(shapes, folder, "nf4"))
-    plain = with_restored_weights(shapes, folder, model).inner.eval()
+    model = moved(built(shapes, folder, "nf4", dora=dora))
+    plain = with_restored_weights(shapes, folder, model, dora=dora).inner.eval()
     with torch.no_grad():
         expected = plain(prompt()).logits
     model.save_adapters(tmp_path / "adapters")
     base = plain.unload()
     torch.testing.assert_close(peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(prompt()).logits, expected)
+    monkeypatch.setattr(huggingface_model, "_MERGED_FILE", 4000)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     model.save(tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 2
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not report["missing_keys"]
     assert again.dtype == torch.float32
@@ -213,6 +245,35 @@ def test_files_are_read_in_their_own_type(shapes: Any, tmp_path: Path, dtype: to
     original = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.layers[0].mlp.up_proj.weight
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp.up_proj"))
     assert torch.equal(layer.weight, restored(*stored(original.detach(), "int8"), "int8", (24, 16), torch.float32))
+
+
+def test_a_weight_is_computed_when_an_operation_needs_its_values() -> None:
+    reads = list[int]()
+    unread = merged_weights.UnreadTensor.like(torch.Size([2, 3]), lambda: (reads.append(1), torch.ones(2, 3))[1])
+    assert (unread.shape, unread.dtype, unread.numel(), unread.untyped_storage().nbytes()) == ((2, 3), torch.float32, 6, 24)
+    assert not reads
+    assert torch.equal(unread.contiguous(), torch.ones(2, 3))
+    assert torch.equal(torch.cat([unread, unread]), torch.ones(4, 3))
+    assert len(reads) == 3
+
+
+def test_pages_of_a_replaced_weight_are_given_back(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux says how much of a mapped file is resident")
+    (tmp_path / "weights").write_bytes(torch.ones(8 << 20).numpy().tobytes())
+    both = torch.from_file(str(tmp_path / "weights"), size=8 << 20)
+    weight = both[100:].view(-1, 4)
+    replaced, before = weight.to(torch.bfloat16), resident()
+    frozen_weights._drop_pages(weight, replaced)
+    assert before - resident() > 25 << 10
+    assert bool((both == 1).all())
+    frozen_weights._drop_pages(replaced, replaced)
+    assert bool((replaced == 1).all())
+
+
+def resident() -> int:
+    """Resident memory in KiB, pages of files included."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
 
 
 def test_a_model_whose_weights_are_no_linear_layers_is_refused(shapes: Any, tmp_path: Path) -> None:

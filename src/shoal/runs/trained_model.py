@@ -19,6 +19,7 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
 from shoal.models.huggingface.as_gpt import weights_for
+from shoal.models.stages import load_tensors
 from shoal.runs.build_run import stream_text
 from shoal.runs.converted_models import converted
 from shoal.runs.folder import plugin_record
@@ -94,11 +95,11 @@ def _settings_of_run(target: str, warn: Callable[[str], None], overrides: Sequen
     return RunDirectory(root).config() if pushed else RunDirectory(root).config_as_written(warn)
 
 
-def open_model(target: str, warn: Callable[[str], None]) -> TrainedModel:
-    """The networks of everything that `find_model` finds. Raises ShoalError."""
+def open_model(target: str, warn: Callable[[str], None], *, to_write: bool = False) -> TrainedModel:
+    """The networks of everything that `find_model` finds; `to_write` as in `open_run`. Raises ShoalError."""
     found = find_model(target, warn)
     if is_run(Path(found)):
-        return open_run(found, warn)
+        return open_run(found, warn, to_write=to_write)
     run, tokenizer = settings_of(found, warn), data.load_tokenizer(found)
     task = _evaluating(run, DataShapes(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id))
     for player in task.players.values():
@@ -106,8 +107,9 @@ def open_model(target: str, warn: Callable[[str], None]) -> TrainedModel:
     return TrainedModel(run, task, Checkpoint(Path(found), 0, {}, {}), tokenizer, Path(found))
 
 
-def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
-    """The networks of a past run, without its data. Raises ShoalError."""
+def open_run(path: str, warn: Callable[[str], None], *, to_write: bool = False) -> TrainedModel:
+    """The networks of a past run, without its data. `to_write`: they are only written elsewhere, so where the model is one of Hugging Face
+    its weights stay in the files of the checkpoint until they are read. Raises ShoalError."""
     if not is_run(Path(path)):
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
     run, root = settings_of(path, warn), run_folder_of(path)
@@ -117,9 +119,14 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     shape = tuple(raw["image_shape"]) if raw["image_shape"] else None
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None
-    task = _evaluating(run, DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id))
+    mapped = to_write and isinstance(run.model, HuggingFace)
+    task = _evaluating(run, DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id), "meta" if mapped else "cpu")
     checkpoint = weights_for_task(path, task, warn)
-    SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
+    if mapped:
+        for name, player in task.players.items():
+            load_tensors(player, {one.removeprefix(f"{name}."): value for one, value in checkpoint.weights.items()})
+    else:
+        SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
     return TrainedModel(run, task, checkpoint, tokenizer, root, passage_index_of(root))
@@ -143,9 +150,9 @@ def _named_as_in(task: tasks.Task, saved: Mapping[str, Tensor]) -> dict[str, Ten
     return found
 
 
-def _evaluating(run: Run, shapes: DataShapes) -> tasks.Task:
+def _evaluating(run: Run, shapes: DataShapes, device: str = "cpu") -> tasks.Task:
     """The task with its networks, in evaluation mode."""
-    task = tasks.build(run, models.build(run, shapes), shapes)
+    task = tasks.build(run, models.build(run, shapes, device), shapes)
     for player in task.players.values():
         player.eval()
     return task

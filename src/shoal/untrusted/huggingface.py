@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,16 @@ def check_config(fields: Mapping[str, Any], name: str) -> None:
             raise ShoalError(f"the configuration of {name[:200]} is refused: {key} names code on the hub: remove it from config.json")
 
 
-def causal_model_of(config: Any) -> nn.Module:
-    """A causal language model with random weights. Raises ShoalError, ValueError or RuntimeError."""
-    return _made(_auto("AutoModelForCausalLM"), config)
+def causal_model_of(config: Any, name: str | None = None, token: str | None = None) -> nn.Module:
+    """A causal language model with random weights. `name`: what its settings of generation are read from, if it has any. Raises ShoalError,
+    ValueError or RuntimeError."""
+    made = _made(_auto("AutoModelForCausalLM"), config)
+    if name is not None:
+        with suppress(OSError):  # many models have none
+            found = _auto("GenerationConfig").from_pretrained(name, token=token, trust_remote_code=False)
+            vars(found).pop("trust_remote_code", None)  # it may keep arguments that it does not know
+            made.generation_config = found
+    return made
 
 
 def classifier_of(config: Any) -> nn.Module:

@@ -11,8 +11,12 @@ Shapes: B blocks, I input, O output.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +36,11 @@ NF4 = (
 )
 # fmt: on
 """The 16 values of nf4, in units of the block's largest: quantiles of the normal distribution (Dettmers et al., 2023)."""
-_BLOCKS_AT_A_TIME = 1 << 14
-"""Blocks that are restored at a time on a CPU, so that what lies between fits its cache; other devices take them all."""
+_WEIGHTS_AT_A_TIME = 1 << 16
+"""Weights that are converted at a time on a CPU, so that what lies between fits its cache, and little is ever allocated; other devices
+take them all."""
+_MOST_RESTORED = 1 << 22
+"""Weights of a layer that a product on a CPU restores at a time: an output matrix of 128,000 tokens would take gigabytes."""
 _MOST_LEFT = 0.05
 """Share of a model's weights that may lie outside of linear layers and embeddings, and stay in float32."""
 
@@ -50,23 +57,41 @@ def stored(weight_OI: Tensor, kind: str) -> Stored:
     if kind == "bf16":
         return Stored(weight_OI.to(torch.bfloat16), None)
     if kind == "int8":
-        weight_OI = weight_OI.float()
-        largest_O = weight_OI.abs().amax(1)
-        return Stored((weight_OI * (127 / _nonzero(largest_O)).unsqueeze(1)).round().to(torch.int8), largest_O / 127)
-    return _stored_nf4(weight_OI.float().flatten())
+        return _stored_int8(weight_OI)
+    return _stored_nf4(weight_OI.flatten())
+
+
+def _stored_int8(weight_OI: Tensor) -> Stored:
+    rows, columns = weight_OI.shape
+    codes, scales = torch.empty_like(weight_OI, dtype=torch.int8), torch.empty(rows, device=weight_OI.device)
+    for part in _parts(rows, columns, weight_OI):
+        values = weight_OI[part].float()
+        largest = values.abs().amax(1)
+        codes[part] = (values * (127 / _nonzero(largest)).unsqueeze(1)).round_()
+        scales[part] = largest / 127
+    return Stored(codes, scales)
 
 
 def _stored_nf4(flat: Tensor) -> Stored:
     table = torch.tensor(NF4, device=flat.device)
     between = (table[1:] + table[:-1]) / 2
     blocks = math.ceil(flat.numel() / BLOCK)
-    values_B = F.pad(flat, (0, blocks * BLOCK - flat.numel())).view(blocks, BLOCK)
-    codes, scales = torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device=flat.device), values_B.abs().amax(1)
-    for start in range(0, blocks, _BLOCKS_AT_A_TIME):
-        part = slice(start, min(start + _BLOCKS_AT_A_TIME, blocks))
-        nearest = torch.bucketize(values_B[part] / _nonzero(scales[part]).unsqueeze(1), between).to(torch.uint8).flatten()
+    codes, scales = (
+        torch.empty(blocks * count, dtype=dtype, device=flat.device) for count, dtype in ((BLOCK // 2, torch.uint8), (1, torch.float32))
+    )
+    for part in _parts(blocks, BLOCK, flat):
+        values = flat[part.start * BLOCK : part.stop * BLOCK].float()
+        values_B = F.pad(values, (0, (part.stop - part.start) * BLOCK - len(values))).view(-1, BLOCK)
+        scales[part] = values_B.abs().amax(1)
+        nearest = torch.bucketize(values_B / _nonzero(scales[part]).unsqueeze(1), between, out_int32=True).to(torch.uint8).flatten()
         codes[part.start * BLOCK // 2 : part.stop * BLOCK // 2] = nearest[::2] << 4 | nearest[1::2]
     return Stored(codes, scales)
+
+
+def _parts(count: int, width: int, like: Tensor) -> Iterator[slice]:
+    """Slices of rows of this width, which are converted at a time on the device of a tensor."""
+    step = max(1, _WEIGHTS_AT_A_TIME // width) if like.device.type == "cpu" else count
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _nonzero(scales: Tensor) -> Tensor:
@@ -84,12 +109,28 @@ def restored(codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, 
     # A byte selects two weights: both lie side by side in a table of 256 numbers of 64 bits
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).view(torch.int64).flatten()
     weight = torch.empty(blocks, BLOCK, dtype=dtype, device=codes.device)
-    step = _BLOCKS_AT_A_TIME if codes.device.type == "cpu" else blocks
-    for start in range(0, blocks, step):
-        part = slice(start, min(start + step, blocks))
+    for part in _parts(blocks, BLOCK, codes):
         found = pairs.index_select(0, codes[part.start * BLOCK // 2 : part.stop * BLOCK // 2].int()).view(torch.float32)
         torch.mul(found.view(-1, BLOCK), scales[part].unsqueeze(1), out=weight[part])
     return weight.flatten()[: shape[0] * shape[1]].view(shape)
+
+
+def _restored_rows(
+    codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, int], dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """The rows that a product restores at a time, and their weights."""
+    rows, columns = shape
+    whole = codes.device.type != "cpu" or codes.dtype == dtype or rows * columns <= _MOST_RESTORED
+    step = rows if whole else max(1, _MOST_RESTORED // columns // BLOCK) * BLOCK  # such rows begin with a block of nf4
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        beside = None if scales is None else scales[part]
+        own = codes[part]
+        if kind == "nf4":
+            assert scales is not None
+            first, last = start * columns // BLOCK, math.ceil(part.stop * columns / BLOCK)
+            own, beside = codes[first * BLOCK // 2 : last * BLOCK // 2], scales[first:last]
+        yield part, restored(own, beside, kind, (part.stop - start, columns), dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -101,14 +142,24 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.how = kind, shape, x.dtype
-        return F.linear(x, restored(codes, scales, kind, shape, x.dtype), None if bias is None else bias.to(x.dtype))
+        bias = None if bias is None else bias.to(x.dtype)
+        if shape[0] * shape[1] <= _MOST_RESTORED:
+            return F.linear(x, restored(codes, scales, kind, shape, x.dtype), bias)
+        made = x.new_empty(*x.shape[:-1], shape[0])
+        for rows, weight in _restored_rows(codes, scales, kind, shape, x.dtype):
+            made[..., rows] = F.linear(x, weight, None if bias is None else bias[rows])
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        codes, scales = ctx.saved_tensors
-        with torch.autocast(codes.device.type, enabled=False):
-            for_x = gradients[0] @ restored(codes, scales, *ctx.how) if ctx.needs_input_grad[0] else None
-        return for_x, None, None, None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None, None
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            parts = (gradients[0][..., rows] @ weight for rows, weight in _restored_rows(*ctx.saved_tensors, *ctx.how))
+            for_x = next(parts)
+            if (more := next(parts, None)) is not None:
+                for_x = sum(parts, for_x.float() + more)
+        return for_x.to(gradients[0].dtype), None, None, None, None, None
 
 
 @not_compiled
@@ -157,10 +208,6 @@ class FrozenEmbedding(nn.Embedding):
         return super().forward(x).float()
 
 
-class _TurnedLinear(nn.Linear):
-    """A restored layer that was a Conv1D of transformers."""
-
-
 def store_frozen(inner: Any, kind: str) -> None:
     """Store the weights of a model of transformers in few bits, layer by layer: matrices of linear layers as `kind`, embeddings and the
     output matrix as bf16; all others become float32. Nothing is trainable afterwards. Raises ShoalError where most weights are elsewhere.
@@ -177,7 +224,9 @@ def store_frozen(inner: Any, kind: str) -> None:
             continue  # an embedding of a special class has it too
         if users[place] > 1 and place not in shared:
             shared[place] = child.weight, nn.Parameter(child.weight.detach().to(torch.bfloat16), requires_grad=False)
-        setattr(parent, name, _frozen(child, "bf16" if child is output else kind, shared[place][1] if place in shared else None))
+        made = _frozen(child, "bf16" if child is output else kind, shared[place][1] if place in shared else None)
+        setattr(parent, name, made)
+        _drop_pages(child.weight, next(made.parameters()))
         child._parameters["weight"] = None  # what it held is freed before the next layer is stored
     inner.requires_grad_(False)
     for one in inner.modules():
@@ -185,6 +234,18 @@ def store_frozen(inner: Any, kind: str) -> None:
             _to_float32(one)
     inner.config.dtype = torch.float32
     _check_left(inner)
+
+
+def _drop_pages(weight: Tensor, replaced_by: Tensor) -> None:
+    """Let the system take back the memory of a weight that is not used any more: where it is a part of a mapped file, its pages would
+    otherwise stay resident until the last tensor of that file is freed."""
+    if sys.platform != "linux" or weight.device.type != "cpu" or not weight.is_contiguous() or weight.data_ptr() == replaced_by.data_ptr():
+        return
+    page = mmap.PAGESIZE
+    start = -(-weight.data_ptr() // page) * page
+    size = (weight.data_ptr() + weight.nbytes) // page * page - start
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _conv1d() -> type[nn.Module]:
@@ -237,32 +298,11 @@ def _check_left(inner: nn.Module) -> None:
         )
 
 
-def restore(inner: Any) -> None:
-    """Replace the layers of `store_frozen` by float32 layers of torch; what was shared stays shared. Call `turn_back` once adapters are
-    merged into them."""
-    shared: dict[int, nn.Parameter] = {}
-    frozen = [(parent, name, one) for parent in inner.modules() for name, one in parent.named_children()]
-    for parent, name, one in frozen:
-        if isinstance(one, FrozenLinear | FrozenEmbedding):
-            place = id(one.codes if isinstance(one, FrozenLinear) else one.weight)
-            if place not in shared:
-                shared[place] = nn.Parameter(one.weight.detach().float(), requires_grad=False)
-            setattr(parent, name, _plain(one, shared[place]))
-
-
-def _plain(layer: FrozenLinear | FrozenEmbedding, weight: nn.Parameter) -> nn.Module:
+def plain_layer(layer: FrozenLinear | FrozenEmbedding) -> nn.Module:
+    """The float32 layer of torch that a layer stands for."""
+    weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
     if isinstance(layer, FrozenEmbedding):
         return nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, _weight=weight)
-    made = (_TurnedLinear if layer.turned else nn.Linear)(layer.in_features, layer.out_features, device="meta")
+    made = nn.Linear(layer.in_features, layer.out_features, device="meta")
     made.weight, made.bias = weight, layer.bias
     return made
-
-
-def turn_back(inner: Any) -> None:
-    """Give a restored model its own classes of layers."""
-    for parent in list(inner.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, _TurnedLinear):
-                made: Any = _conv1d()(child.out_features, child.in_features)
-                made.weight, made.bias = nn.Parameter(child.weight.detach().t().contiguous()), child.bias
-                setattr(parent, name, made)

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import padded_rows
-from shoal.models.huggingface import frozen_weights, pretrained
+from shoal.models.huggingface import merged_weights, pretrained
 from shoal.models.huggingface.output_matrix import gives_product
 from shoal.models.huggingface.packing import attends_one_by_one, check_documents_apart, document_arguments
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The cache argument of attention models and of state-space models."""
+_MERGED_FILE = 256 * 10**6
+"""Bytes of a file of merged weights."""
 
 
 class HuggingFaceCache:
@@ -180,21 +182,26 @@ class HuggingFace(nn.Module):
         pretrained.save(self.inner, folder)
 
     def save(self, folder: Path) -> None:
-        """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged. The model must not be used afterwards."""
-        pretrained.save(self.merged(), folder)
+        """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged, one file after the other."""
+        inner, weights = self._unread()
+        self._write(inner, weights, folder)
 
     def save_scored(self, folder: Path, head_1D: Tensor) -> None:
-        """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label. The model must not be used afterwards."""
-        pretrained.save(pretrained.as_classifier(self.merged(), head_1D), folder)
+        """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label."""
+        self._write(*pretrained.as_classifier(*self._unread(), head_1D), folder)
+
+    def _unread(self) -> tuple[Any, dict[str, Tensor]]:
+        """The model of transformers that it would be without adapters, and the weights for it, which are computed when they are read."""
+        inner, readers = merged_weights.without_adapters(self.inner)
+        return inner, merged_weights.unread(inner, readers)
+
+    def _write(self, inner: Any, weights: dict[str, Tensor], folder: Path) -> None:
+        """Merged weights are in memory until their file is written, so the files are small."""
+        pretrained.save(inner, folder, weights, **({"most_bytes": _MERGED_FILE} if self.has_adapters else {}))
 
     def merged(self) -> Any:
-        """The model of transformers, with LoRA adapters merged in float32. This object must not be used afterwards."""
-        if not self.has_adapters:
-            return self.inner
-        frozen_weights.restore(self.inner)
-        merged = self.inner.merge_and_unload()
-        frozen_weights.turn_back(merged)
-        return merged
+        """The model of transformers, with LoRA adapters merged in float32."""
+        return merged_weights.merged(self.inner)
 
 
 def mask_arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:

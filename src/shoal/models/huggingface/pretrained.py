@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
+from shoal.models.stages import required_tensors, without_weights
 from shoal.untrusted import huggingface
 
 FILES = "config.json, model.safetensors and the tokenizer's files"
@@ -32,7 +33,7 @@ def load(model: schema.HuggingFace, token: str | None, as_stored: bool = False) 
     check_layers(model, config)
     if model.from_scratch or torch.get_default_device().type == "meta":
         with _explained("model.pretrained", model.pretrained):
-            return huggingface.causal_model_of(config)
+            return huggingface.causal_model_of(config, model.pretrained if not model.from_scratch else None, token)
     setting, name = ("model.pretrained", model.pretrained) if model.weights is None else ("model.weights", model.weights)
     return _with_weights(setting, name, config, token, as_stored=as_stored or model.load != "fp32")
 
@@ -54,18 +55,21 @@ def _with_weights(setting: str, name: str, config: Any, token: str | None, as_st
     return inner
 
 
-def as_classifier(inner: Any, head_1D: Tensor) -> Any:
-    """A causal language model as a sequence classifier with one label: the same trunk, and a scalar head."""
+def as_classifier(inner: Any, weights: Mapping[str, Tensor], head_1D: Tensor) -> tuple[Any, dict[str, Tensor]]:
+    """A causal language model and its weights as a sequence classifier with one label: the same trunk, and a scalar head."""
     config = copy.deepcopy(inner.config)
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     try:
-        made: Any = huggingface.classifier_of(config)
-        made.score.weight.data.copy_(head_1D)
-    except (ValueError, AttributeError) as error:
+        with without_weights():
+            made: Any = huggingface.classifier_of(config)
+        own = required_tensors(made)
+        found = {name: head_1D if name == "score.weight" else weights[name] for name in own}
+        if (wrong := [name for name in own if own[name].shape != found[name].shape]) or "score.weight" not in own:
+            raise ValueError(f"it has no fitting {(wrong or ['score.weight'])[0]}")
+    except (ValueError, AttributeError, KeyError) as error:
         raise ShoalError(f"transformers has no classifier for {type(inner).__name__}, so the score cannot be exported: {error}") from None
-    made.base_model.load_state_dict(inner.base_model.state_dict())
-    return made
+    return made, found
 
 
 def check_layers(model: schema.HuggingFace, config: Any) -> None:
@@ -75,10 +79,12 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
         raise misfit("model.num_layers", model.num_layers, f"{model.pretrained} (model.pretrained) has {layers} layers", str(layers))
 
 
-def save(inner: Any, folder: Path) -> None:
-    """Write a model, or the adapters of a model, as safetensors."""
+def save(inner: Any, folder: Path, weights: Mapping[str, Tensor] | None = None, most_bytes: int = 5 * 10**9) -> None:
+    """Write a model, or the adapters of a model, as safetensors. `weights`: its weights by name, where it does not hold them itself; they
+    are read when their file is written. A file has at most this size."""
+    given = {} if weights is None else {"state_dict": dict(weights)}
     with quiet():
-        inner.save_pretrained(str(folder), safe_serialization=True)
+        inner.save_pretrained(str(folder), safe_serialization=True, max_shard_size=most_bytes, **given)
 
 
 @contextmanager

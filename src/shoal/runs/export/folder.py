@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from shoal.runs.export.gguf_file import gguf_package, write_gguf, write_gguf_ada
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints, save_weights
 from shoal.runs.folder.sharded_checkpoint import write_dcp
-from shoal.runs.trained_model import TrainedModel, open_model
+from shoal.runs.trained_model import TrainedModel, open_model, open_run
 
 
 def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, transformers: bool = False) -> None:
@@ -37,7 +38,7 @@ def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bo
     `shoal generate`, or with `transformers` for transformers, where one of its models computes the same.
     """
     _refuse_full(folder)
-    trained = open_model(path, warn)
+    trained = open_model(path, warn, to_write=True)
     write = _write_adapters if adapters else _write_for_transformers if transformers else _write
     _appear(folder, lambda partial: write(trained, partial))
 
@@ -46,7 +47,7 @@ def export_gguf(path: str, file: Path, kind: str, warn: Callable[[str], None], *
     """Write a language model, with adapters merged, or with `adapters` these alone, as a GGUF file with matrices of this type, of
     `GGUF_TYPES`. Raises ShoalError."""
     gguf_package()
-    trained, name = open_model(path, warn), Path(path).resolve().name
+    trained, name = open_model(path, warn, to_write=True), Path(path).resolve().name
     if trained.tokenizer is None:
         raise ShoalError(f"the model at {path} writes no text, and llama.cpp reads only language models")
     if not adapters:
@@ -86,7 +87,7 @@ def _write_for_transformers(trained: TrainedModel, folder: Path) -> None:
 
 
 def transformers_model(trained: TrainedModel) -> Any:
-    """The language model as one of transformers, with LoRA adapters merged: it must not be used afterwards. Raises ShoalError."""
+    """The language model as one of transformers, with LoRA adapters merged. Raises ShoalError."""
     settings: Any = trained.run.model
     model = trained.task.players.get("model")
     eos_id = trained.tokenizer.eos_id if trained.tokenizer is not None else None
@@ -152,13 +153,14 @@ def export_final_model(run: Run, folder: Path) -> Path | None:
     else the last. Return that folder, else None."""
     if run.model.kind != "huggingface" or not Checkpoints(folder / "checkpoints", 1).all():
         return None
-    final = folder / "model"
-    shutil.rmtree(final, ignore_errors=True)  # from before the run was resumed
-    export(str(folder), final, lambda text: None)
+    trained = open_run(str(folder), lambda text: None, to_write=True)
+    written = {folder / "model": _write}
     if getattr(run.model, "lora", None) is not None:
-        shutil.rmtree(folder / "adapters", ignore_errors=True)
-        export(str(folder), folder / "adapters", lambda text: None, adapters=True)
-    return final
+        written[folder / "adapters"] = _write_adapters
+    for place, write in written.items():
+        shutil.rmtree(place, ignore_errors=True)  # from before the run was resumed
+        _appear(place, partial(write, trained))
+    return folder / "model"
 
 
 def _write(trained: TrainedModel, folder: Path) -> None:
