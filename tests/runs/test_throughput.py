@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import shoal
 from shoal.cli.main import main
 from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import StepResult
 from shoal.engines.phase_times import PhaseTimes
 from shoal.models import build
-from shoal.runs.monitoring.throughput import Throughput, operations_per_token
+from shoal.runs.monitoring.throughput import Throughput, WorkerReports, operations_per_token
 from tests.support.small_runs import TEXT
 
 GPT = {"kind": "gpt", "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_seq_len": 32}
@@ -79,7 +80,7 @@ def test_rates_leave_out_evaluations_and_checkpoints(clock: Clock) -> None:
     phases.enabled = True
     weight = torch.nn.Linear(1000, 1000, bias=False)
     task = SimpleNamespace(counts_tokens=True, players={"model": weight})
-    engine: Any = SimpleNamespace(phases=phases, task=task, device=torch.device("cpu"), size=10**6, world=SimpleNamespace(size=2))
+    engine: Any = SimpleNamespace(phases=phases, task=task, device=torch.device("cpu"), size=10**6, worker_world=SimpleNamespace(size=2))
     found = Throughput(run, engine)
     for _ in range(4):
         with phases.on_host("data"):
@@ -124,6 +125,52 @@ def test_records_tell_how_fast_and_runs_are_compared_by_it(
     assert "tokens/s" in told
     assert "forward+backward ms" in told
     assert told.count("GiB") == 2
+
+
+def test_workers_reports_are_added_up_from_record_to_record(clock: Clock) -> None:
+    reports: dict[str, dict[str, Any]] = {
+        "ada": {"data_s": 1.0, "idle_s": 2.0},
+        "eve": {"data_s": -5.0, "idle_s": "much", "memory_bytes": 7},
+    }
+    found = WorkerReports(lambda: reports, threads=False)
+    clock.now += 100
+    assert found.take_seconds() == {"data": 1, "waiting": 2}
+    reports["ada"] = {"data_s": 4.0, "idle_s": 2.0, "memory_bytes": 5, "peak_tflops": 2.0}
+    assert found.take_seconds() == {"data": 3, "waiting": 0}
+    assert found.memory_bytes == 12
+    assert found.peak is None, "eve does not know hers"
+    reports["ada"], reports["eve"] = {"data_s": 0.5}, {"data_s": 1e30}
+    assert found.take_seconds() == {"data": 100.5}, "ada has joined again; no worker can have spent more than there was"
+
+
+class UntilReported(shoal.Reporter):
+    """Ends a run when a record has what workers report."""
+
+    found: dict[str, Any] | None = None
+
+    def start(self, recorder: Any) -> None:
+        self.recorder = recorder
+
+    def record(self, record: dict[str, Any]) -> None:
+        if record.get("seconds/forward_backward", 0) > 0 and "mfu" in record and record["step"] > 50:
+            self.found, self.recorder.stopping = record, "stopped early"
+
+
+def test_a_run_with_workers_records_their_phases(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "config.yaml").write_text(TEXT.replace("text.txt", str(tmp_path / "text.txt")))
+    reporter = UntilReported()
+    settings = ["training.device=cpu", "training.max_steps=1000000", "logging.every_steps=1", "logging.peak_tflops=0.1"]
+    more = ["coordinator.heartbeat_interval_s=0.2", "transport.kind=in-process", "checkpoint.strategy=never", "evaluation.strategy=never"]
+    shoal.train(
+        tmp_path / "config.yaml", workers=2, overrides=[*settings, *more], run_dir=tmp_path / "run", progress=False, reporters=[reporter]
+    )
+    assert reporter.found is not None
+    assert 0 < reporter.found["mfu"] < 1
+    assert {"seconds/data", "seconds/sending", "seconds/waiting"} <= set(reporter.found)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert "malformed" not in status["refused"], "every heartbeat is taken, whatever it reports"
+    assert any({"tokens_per_s", "mfu", "forward_backward_s"} <= set(row) for row in status["members"] + status["gone"])
 
 
 def test_a_run_on_an_unknown_device_has_no_utilisation(tmp_path: Path) -> None:

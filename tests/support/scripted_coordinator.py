@@ -11,6 +11,7 @@ import torch
 
 from shoal.config.schema.updates import Codec, NoCodec, Updates
 from shoal.engines import StepResult
+from shoal.engines.phase_times import PhaseTimes
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL, Frames
 from shoal.worker.producers import GradientContribution, UnitGradientContribution
@@ -62,6 +63,7 @@ class Engine:
         self.vector, self.gradient, self.buffers = torch.zeros(3), torch.ones(3), torch.empty(0)
         self.taken_at: list[list[float]] = []
         self.moves: list[list[float]] = []
+        self.phases = PhaseTimes(self.device)
 
     def gradients(self, batches: Any) -> StepResult:
         self.taken_at.append(self.vector.tolist())

@@ -47,7 +47,7 @@ def compare(argv: list[str]) -> int:
         parser.error("name two runs at least")
     folders = [RunFolder(Path(name)) for name in arguments.runs]
     print(f"results\n{_lines([_row(folder.path) for folder in folders])}")
-    print(f"\nspeed (medians of the records)\n{_lines([_speed(folder) for folder in folders])}")
+    print(f"\nspeed (medians of the records)\n{_lines(_without_empty([_speed(folder) for folder in folders]))}")
     print(f"\nsettings that differ\n{_lines(_differences(folders)) or '  none'}")
     return _plot(folders, arguments.figure, arguments.by, Path(arguments.plot))
 
@@ -68,6 +68,11 @@ def _speed(folder: RunFolder) -> dict[str, Any]:
     for phase in PHASES:
         row[f"{phase.replace('_', '+')} ms"] = None if (value := median(f"{SECONDS}{phase}")) is None else f"{1000 * value:.3g}"
     return row
+
+
+def _without_empty(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without the columns that are empty in all of them."""
+    return [{name: value for name, value in row.items() if any(one[name] is not None for one in rows)} for row in rows]
 
 
 def _differences(folders: list[RunFolder]) -> list[dict[str, Any]]:

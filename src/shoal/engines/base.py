@@ -160,9 +160,11 @@ class Engine(ABC):
     def gradients(self, batches: list[Batch]) -> StepResult:
         """The mean gradient over the batches of all processes, weighted by what counts in each; it is left in `gradient`."""
         weighing, metrics = self._weigh(batches), dict[str, Tensor]()
+        self.phases.mark("forward_backward")
         for player in self._in_turn(batches, weighing, metrics):
             self._lead(player)
         self._end_step(metrics)
+        self.phases.mark("")
         return StepResult(metrics, weighing.total, weighing.samples)
 
     def _lead(self, player: str) -> None:
@@ -250,13 +252,17 @@ class Engine(ABC):
 
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
         """Take at least one step and at most `most`: the figures of all of them together, and their number."""
-        return self.step([next(feed) for _ in range(accumulation)]), 1
+        with self.phases.on_host("data"):
+            batches = [next(feed) for _ in range(accumulation)]
+        return self.step(batches), 1
 
     def apply_own(self, step: float) -> dict[str, Tensor]:
         """Step every network along its current gradient."""
         metrics: dict[str, Tensor] = {}
+        self.phases.mark("optimizer")
         for name in self.layouts:
             self._step_network(name, step, metrics, scaled=False)
+        self.phases.mark("")
         self.count_step()
         self._move_state()
         return metrics

@@ -76,7 +76,9 @@ class IslandProcess:
         """Let each process take steps by itself. Returns the metrics of all processes together."""
         sums, weight, samples = dict[str, Tensor](), 0, 0
         for _ in range(count):
-            result = self.engine.step([next(feed) for _ in range(accumulation)])
+            with self.engine.phases.on_host("data"):
+                batches = [next(feed) for _ in range(accumulation)]
+            result = self.engine.step(batches)
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + value * result.weight
             weight, samples = weight + result.weight, samples + result.samples
@@ -160,7 +162,7 @@ class Island(IslandProcess):
         self.readers = readers
         self.world = World()
         """The worker's loop sees one process."""
-        self.device, self.layouts = engine.device, engine.layouts
+        self.device, self.layouts, self.phases = engine.device, engine.layouts, engine.phases
         self._vector, self._gradient = torch.empty(engine.size), torch.empty(engine.size)
         self._moved = True
         """Whether the weights have moved since they were gathered."""
@@ -198,7 +200,9 @@ class Island(IslandProcess):
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
         """One step in engines that step together; otherwise steps for about one second, after which the processes synchronise."""
         if self.worker_world is self.engine.world:
-            return self.step([next(feed) for _ in range(accumulation)]), 1
+            with self.engine.phases.on_host("data"):
+                batches = [next(feed) for _ in range(accumulation)]
+            return self.step(batches), 1
         count, started = min(most, self._stride), time.monotonic()
         self._send(IslandCommand.TAKE_STEPS, accumulation, count, self.step_count)
         self._moved = True

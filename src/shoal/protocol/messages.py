@@ -16,6 +16,8 @@ from shoal.protocol.worker_names import NAME_RULE, is_worker_name
 PROTOCOL = 6
 _MOST = 2**53
 _MOST_FIGURES = 1024
+_MOST_OF_A_HEARTBEAT = 32
+"""Figures of a worker that a heartbeat carries."""
 _MOST_EXPERTS = 4096
 """Of one contribution: a mixture of experts has eight for each layer."""
 LONGEST_REASON = 500
@@ -260,7 +262,10 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
     "gone": (Gone, {"name": is_worker_name} | _IDENTITY),
     "order": (OwnerCommand, {"action": lambda value: type(value) is str and value in ACTIONS, "name": _is_name} | _IDENTITY),
-    "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
+    "heartbeat": (
+        Heartbeat,
+        _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), _MOST_OF_A_HEARTBEAT)},
+    ),
     "hold": (Hold, _SESSION | {"experts": _are_numbers}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
     "contribute": (

@@ -29,6 +29,7 @@ from shoal.runs.monitoring.privacy_budget import PrivacyBudget
 from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter, SharedDataProgress
 from shoal.runs.monitoring.status import StatusWriter, TrafficTotals
+from shoal.runs.monitoring.throughput import WorkerReports
 from shoal.runs.relay import Relay
 from shoal.runs.storage import OpenedStorage
 from shoal.runs.training.background_eval import BackgroundEvaluator
@@ -91,6 +92,7 @@ class CoordinatorLoop(RecordedLoop):
         self.server, self.store, self.board = storage.server, storage.store, storage.board
         self.members = MemberOverview(coordinator, storage.board, self.message)
         self.recorder.members, self.recorder.blackboard = lambda: self.members.latest, storage.server
+        recorder.throughput.workers = WorkerReports(self.members.figures, parts.run.transport.kind == "in-process")
         self.traffic = TrafficTotals(storage.server.traffic, coordinator)
         self.privacy = PrivacyBudget(parts.run, coordinator, policies, length, storage.board)
         self.status = StatusWriter(self.recorder, coordinator, length, self.members, self.traffic)

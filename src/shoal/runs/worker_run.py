@@ -32,7 +32,7 @@ from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.runs.join_summary import JoinSummary, summary_of
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
-from shoal.runs.monitoring.throughput import peak_memory
+from shoal.runs.monitoring.throughput import WorkerSpeed
 from shoal.runs.welcome import check_welcome, configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.worker_state import WorkerCheckpoint
@@ -97,8 +97,9 @@ class JoinedWorker:
         worker = self.worker  # another thread may set it to None meanwhile
         if worker is None:
             return {}
-        memory = peak_memory(worker.engine.device)
-        return worker.figures | self.sender.link.figures | ({} if memory is None else {"memory_bytes": memory})
+        figures = worker.figures
+        speed = self.speed.figures(figures.pop("weight_per_s"))
+        return figures | self.sender.link.figures | speed
 
     def progress(self) -> str:
         """The progress of this worker and of the run, as a line of text."""
@@ -177,6 +178,7 @@ class JoinedWorker:
         parts = parts_for(self.welcome, self.overrides, self.options.permissions, rendezvous, progress, live)
         share = WorkerParts.of(parts, self.welcome.header, self.options, self.sender.report)
         engine: Any = share.parts.engine
+        engine.phases.enabled, self.speed = True, WorkerSpeed(self.run, engine)
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         checkpoint: WorkerCheckpoint = share.checkpoints
         if rendezvous is not None:

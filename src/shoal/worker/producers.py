@@ -32,6 +32,11 @@ from shoal.worker.weights import WorkerWeights
 _ALL = slice(None)
 
 
+def _next(worker: ProducerContext, feed: Feed) -> Batch:
+    with worker.engine.phases.on_host("data"):
+        return next(feed)
+
+
 def _why_dropped(metrics: Mapping[str, Tensor]) -> str:
     """What to tell the user of an update that must not be sent."""
     losses = [(name, float(value)) for name, value in metrics.items() if name.endswith("loss") and not math.isfinite(float(value))]
@@ -129,7 +134,7 @@ class GradientProducer(Producer):
 
     def make(self) -> ProducedContribution | None:
         worker, feed = self.worker, self.worker.feed
-        result = worker.encoder.gradients([next(feed) for _ in range(worker.accumulation)])
+        result = worker.encoder.gradients([_next(worker, feed) for _ in range(worker.accumulation)])
         vector = self._vectors[-1]
         vector.copy_(worker.engine.gradient)
         if not worker.encoder.limit(vector):
@@ -302,7 +307,7 @@ class UnitGradientProducer(Producer):
         self._mean_gradient.zero_()
         samples = 0
         for _ in range(unit.batches):
-            for result in self._in_parts(next(self.worker.feed)):
+            for result in self._in_parts(_next(self.worker, self.worker.feed)):
                 if self.worker.over or not self.worker.still_wanted(unit):
                     return None
                 means.add(result.metrics, result.weight)

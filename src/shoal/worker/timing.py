@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _TELLING_BYTES = 32 << 10
 """Shorter answers are not used to measure bandwidth."""
@@ -16,6 +16,8 @@ class WorkerTimes:
         self.clock, self.doing = clock, ""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = clock()
+        self.phases: Mapping[str, float] = {}
+        """Seconds of each phase of computing. It is replaced and never changed, since heartbeats read it in a thread of their own."""
 
     def begin(self, doing: str) -> float:
         """End the current activity and begin another one; empty: none that is reported. Returns the current time."""
@@ -27,6 +29,10 @@ class WorkerTimes:
     def spent(self, activity: str) -> float:
         """The seconds spent on an activity."""
         return self._seconds[activity] + (max(0.0, self.clock() - self._since) if activity == self.doing else 0.0)
+
+    def add_phases(self, seconds: Mapping[str, float]) -> None:
+        before = self.phases
+        self.phases = {**before, **{name: before.get(name, 0.0) + value for name, value in seconds.items()}}
 
 
 class LinkMeasurements:

@@ -33,6 +33,10 @@ class WorkerEngine(Protocol):
         """Must be called after `vector` was written to."""
 
     @property
+    def phases(self) -> Any:
+        """The engine's `PhaseTimes`."""
+
+    @property
     def layouts(self) -> Sized:
         """The parameter layouts, one for each network."""
 

@@ -102,8 +102,8 @@ class Worker:
         self.producer = contribution.producer(self, checkpoint or NoWorkerCheckpoint(), policies.spans)
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
-        self.samples = 0
-        """Samples of the contributions that were accepted."""
+        self.samples, self.weight = 0, 0.0
+        """Of the contributions that were accepted. The weight counts tokens, where the task does."""
         self.unit: LeasedUnit | None = None
         """The unit that the worker has leased."""
         self.steps, self.server_step = 0, 0.0
@@ -179,6 +179,8 @@ class Worker:
         return {
             "samples": self.samples,
             "samples_per_s": self.samples / whole if whole else 0.0,
+            "weight_per_s": self.weight / whole if whole else 0.0,
+            **{f"{phase}_s": seconds for phase, seconds in self.times.phases.items()},
             "computing_s": self.times.spent(COMPUTING),
             "idle_s": self.times.spent(_WAITING),
             "sending_s": self.times.spent(_SENDING),
@@ -197,6 +199,7 @@ class Worker:
         except ShoalError:
             self._return_unit()
             raise
+        self.times.add_phases(self.engine.phases.take())
         if made is None:
             self.times.begin("")
             return self._return_unit()
@@ -325,6 +328,7 @@ class Worker:
             self.counts["accepted" if taken else "rejected"] += 1
         if taken:
             self.samples += sent.samples
+            self.weight += sent.weight
             self.weights.note_lag(receipt.version - sent.base - 1)
         self.receipts.write(self.protocol.name, receipt)
 

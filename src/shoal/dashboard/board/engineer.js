@@ -9,7 +9,9 @@ const COLUMNS = [
   ["address", "address"], ["rate", "updates/s", number], ["lag", "lag", number], ["accepted", "accepted", number], ["rejected", "rejected", number],
   ["why", "why", counted],
   ["samples", "samples", number], ["bytes", "received", bytes], ["computing_s", "computing", duration], ["waiting_s", "waiting", duration],
-  ["sending_s", "sending", duration], ["memory_bytes", "memory", bytes], ["task", "task"], ["system", "system"],
+  ["sending_s", "sending", duration], ["data_s", "data", duration], ["forward_backward_s", "forward + backward", duration],
+  ["communication_s", "communication", duration], ["optimizer_s", "optimizer", duration],
+  ["tokens_per_s", "tokens/s", number], ["mfu", "utilisation", percent], ["memory_bytes", "memory", bytes], ["task", "task"], ["system", "system"],
 ];
 const ROLLOUTS = /^(score|reward|kl|kl_coefficient|entropy|clip_fraction|explained_variance|answer_length|distinct_share|policy_loss|value_loss|.*_p\d\d)$/;
 const NORMS = /(gradient_norm$|^gradients\/|skipped|anomal|grad_)/;

@@ -256,7 +256,7 @@ _ABOUT = (
 """Fields of a record that are not figures of what was learned."""
 SECONDS = "seconds/"
 """Prefix of the fields of a record that say how long a phase of a step takes."""
-PHASES = ("data", "forward_backward", "communication", "optimizer", "evaluation", "checkpoint")
+PHASES = ("data", "forward_backward", "communication", "optimizer", "sending", "waiting", "evaluation", "checkpoint")
 _DEFAULTS: dict[str, Any] = {
     STATUS.key: STATUS.version,
     "run": "",
@@ -285,7 +285,10 @@ _DEFAULTS: dict[str, Any] = {
     "damaged": [],
 }
 _NUMBERS = ("of", "progress", "eta_s", "wall_s", "at")
-_OF_A_WORKER = {"lag", "accepted", "rejected", "bytes", "since", "heard_s", "rate", "computing_s", "waiting_s", "sending_s", "memory_bytes"}
+_OF_A_WORKER = {
+    *("lag", "accepted", "rejected", "bytes", "since", "heard_s", "rate", "computing_s", "waiting_s", "sending_s", "memory_bytes"),
+    *("data_s", "forward_backward_s", "communication_s", "optimizer_s", "tokens_per_s", "mfu"),
+}
 """Fields of a worker that are numbers."""
 
 

@@ -59,6 +59,12 @@ class MemberOverview:
                 self.tell(notice)
         return self.latest
 
+    def figures(self) -> dict[str, Mapping[str, Any]]:
+        """The figures of the last heartbeat of each worker that is here, by its name."""
+        if self.board is None:
+            return {name: worker.figures for name, worker in self.coordinator.members.by_name.items()}
+        return {str(row["name"]): row["figures"] for row in self.latest.rows if row["alive"]}
+
     def _with_tasks(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows with each worker's task, where a scheduler assigns tasks."""
         tasks, by_name = self.coordinator.tasks, self.coordinator.members.by_name

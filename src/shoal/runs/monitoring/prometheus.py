@@ -32,6 +32,12 @@ _WORKER_METRICS = {
     "computing_s": ("counter", "Seconds that a worker computed, as it reports."),
     "waiting_s": ("counter", "Seconds that a worker waited for answers, as it reports."),
     "sending_s": ("counter", "Seconds that a worker took to send updates, as it reports."),
+    "data_s": ("counter", "Seconds that a worker waited for data, as it reports."),
+    "forward_backward_s": ("counter", "Seconds of a worker's forward and backward passes, as it reports."),
+    "communication_s": ("counter", "Seconds that the processes of a worker exchanged gradients, as it reports."),
+    "optimizer_s": ("counter", "Seconds of a worker's optimizer, as it reports."),
+    "tokens_per_s": ("gauge", "Tokens a second of the contributions of a worker that were accepted, as it reports."),
+    "mfu": ("gauge", "Model FLOP utilisation of a worker's devices, as it reports."),
     "memory_bytes": ("gauge", "The most memory that a worker has used, as it reports."),
 }
 

@@ -32,7 +32,10 @@ _PACE_OVER_S = 60.0
 """The remaining time is computed from the speed of the last minute."""
 
 
-_HEARTBEAT_FIGURES = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
+_HEARTBEAT_FIGURES = (
+    *("computing_s", "data_s", "forward_backward_s", "communication_s", "optimizer_s", "sending_s"),
+    *("samples", "tokens_per_s", "mfu", "memory_bytes", "latency_ms", "bandwidth_mbps"),
+)
 _SHOWN_FIGURES = {name: name for name in _HEARTBEAT_FIGURES} | {"idle_s": "waiting_s"}
 """Figures of a worker's heartbeat, and their names in the file."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,12 +42,58 @@ _STOPS = ("evaluation", "checkpoint")
 """Phases in which nothing is learned: rates leave them out."""
 
 
+_REPORTED = {"data": "data_s", "forward_backward": "forward_backward_s", "communication": "communication_s", "optimizer": "optimizer_s"} | {
+    "sending": "sending_s",
+    "waiting": "idle_s",
+}
+"""Phases of a worker, and the figures of its heartbeats that say how long they took so far."""
+
+
+class WorkerReports:
+    """What the workers of a run report of their speed, added up for the run's records."""
+
+    def __init__(self, figures: Callable[[], Mapping[str, Mapping[str, Any]]], threads: bool) -> None:
+        """`figures`: those of the last heartbeat of each worker, by name. `threads`: whether they are threads of this process."""
+        self._figures, self._threads = figures, threads
+        self._began, self._before = time.monotonic(), dict[str, dict[str, float]]()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, of all workers together. A worker that joins again counts from 0."""
+        now, most = {name: _numbers(figures) for name, figures in self._figures().items()}, time.monotonic() - self._began
+        sums: dict[str, float] = {}
+        for name, figures in now.items():
+            before = self._before.get(name, {})
+            for phase, key in _REPORTED.items():
+                if key in figures:
+                    gained = figures[key] - before.get(key, 0.0)
+                    sums[phase] = sums.get(phase, 0.0) + min(most, gained if gained >= 0 else figures[key])
+        self._before = now
+        return sums
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak memory of all workers together, without what they share with this process."""
+        return 0 if self._threads else int(sum(_numbers(figures).get("memory_bytes", 0.0) for figures in self._figures().values()))
+
+    @property
+    def peak(self) -> float | None:
+        """Operations a second that the devices of all workers could do; None: some worker does not know."""
+        peaks = [_numbers(figures).get("peak_tflops") for figures in self._figures().values()]
+        known = [peak for peak in peaks if peak]
+        return 1e12 * sum(known) if known and len(known) == len(peaks) else None
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if isinstance(value, int | float) and 0 <= value < math.inf}
+
+
 class Throughput:
     """Counts what a run learns from, between its records."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self.run, self.engine = run, engine
-        self._operations: float | None = None
+        self.workers: WorkerReports | None = None
+        """Those of a run with workers."""
         self.restart()
 
     def restart(self) -> None:
@@ -59,36 +108,62 @@ class Throughput:
     def take(self) -> dict[str, float]:
         """The figures since the last call; those that are not known are left out."""
         seconds = self.engine.phases.take()
+        if self.workers is not None:
+            seconds |= self.workers.take_seconds()
         whole = time.monotonic() - self._since - sum(seconds.get(name, 0.0) for name in _STOPS)
         figures = {"samples_per_s": round(self._samples / whole, 2) if whole > 0 else 0.0}
         if self.engine.task.counts_tokens and whole > 0:
             rate = self._weight / whole
             figures["tokens_per_s"] = round(rate, 2)
-            if (peak := self._peak()) and (operations := self._per_token()):
+            peak = peak_operations(self.run, self.engine) if self.workers is None else self.workers.peak
+            if peak and (operations := self._operations):
                 figures["mfu"] = round(rate * operations / peak, 4)
         if (memory := peak_memory(self.engine.device)) is not None:
-            figures["memory_bytes"] = memory
+            figures["memory_bytes"] = memory + (0 if self.workers is None else self.workers.memory_bytes)
         figures |= {f"{SECONDS}{name}": round(value / max(1, self._steps), 6) for name, value in seconds.items()}
         self.restart()
         return figures
 
-    def _peak(self) -> float | None:
-        """Operations a second that all devices of the run could do; None: unknown, also where other machines compute."""
-        if not self.run.alone:
-            return None
-        each = self.run.logging.peak_tflops
-        if each is None and self.engine.device.type == "cuda" and self.run.training.precision.kind in _HALF:
-            name = torch.cuda.get_device_name(self.engine.device)
-            each = next((peak for part, peak in _PEAKS.items() if part in name), None)
-        return None if each is None else 1e12 * each * self.engine.world.size
+    @cached_property
+    def _operations(self) -> float:
+        return _operations_of(self.run, self.engine)
 
-    def _per_token(self) -> float:
-        """Operations that a token takes in theory, forward and backward, whatever is computed twice; 0: unknown."""
-        if self._operations is None:
-            model: Any = self.engine.task.players["model"]
-            whole = sum(one.numel() for one in model.parameters() if one.requires_grad) == self.engine.size
-            self._operations = operations_per_token(self.run, model) if whole else 0.0  # else an engine has cut the model
-        return self._operations
+
+class WorkerSpeed:
+    """A worker's own speed, for its heartbeats."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        """`engine`: of one process of the worker."""
+        self.engine, peak = engine, peak_operations(run, engine)
+        self._peak = peak or 0.0
+        self._operations = _operations_of(run, engine) if engine.task.counts_tokens else 0.0
+
+    def figures(self, weight_per_s: float) -> dict[str, float]:
+        """`weight_per_s`: what counts of the accepted contributions, in a second."""
+        found = {"peak_tflops": self._peak / 1e12} if self._peak else {}
+        if (memory := peak_memory(self.engine.device)) is not None:
+            found["memory_bytes"] = memory
+        if self.engine.task.counts_tokens:
+            found["tokens_per_s"] = weight_per_s
+            if self._peak and self._operations:
+                found["mfu"] = weight_per_s * self._operations / self._peak
+        return found
+
+
+def peak_operations(run: Run, engine: Engine) -> float | None:
+    """Operations a second that the devices of an engine's processes could do; None: unknown."""
+    each = run.logging.peak_tflops
+    if each is None and engine.device.type == "cuda" and run.training.precision.kind in _HALF:
+        name = torch.cuda.get_device_name(engine.device)
+        each = next((peak for part, peak in _PEAKS.items() if part in name), None)
+    return None if each is None else 1e12 * each * engine.worker_world.size
+
+
+def _operations_of(run: Run, engine: Engine) -> float:
+    """Operations that a token takes in theory, forward and backward, whatever is computed twice; 0: unknown."""
+    model: Any = engine.task.players["model"]
+    whole = sum(one.numel() for one in model.parameters() if one.requires_grad) == engine.size
+    return operations_per_token(run, model) if whole else 0.0  # else an engine has cut the model
 
 
 def operations_per_token(run: Run, model: Any) -> float:
