@@ -1,9 +1,10 @@
-"""Full fine-tuning of a Hugging Face Llama on one GPU in bf16: `SingleEngine` beside a plain compiled loop of transformers.
+"""Fine-tuning of a Hugging Face Llama on one GPU in bf16: `SingleEngine` beside a plain compiled loop of transformers, and of peft.
 
-258M and 1.1B parameters, rows of 1,024 tokens: as a stream, and with four documents in a row that do not attend to each other. The plain
-loop keeps them apart by position_ids, which transformers turns into a mask for SDPA. Both have random weights from one folder, fused AdamW
-in fp32, autocast, the same clipping, torch.compile, and are interleaved in one run. Operations: six for each weight that multiplies, and
-attention over half of the pairs. The pause is what `shoal train` as a user starts it takes for an evaluation and a checkpoint beyond the
+258M and 1.1B parameters, all of them trained or LoRA matrices of rank 8 beside weights in bf16; rows of 1,024 tokens: as a stream, and with
+four documents in a row that do not attend to each other. The plain loop keeps them apart by position_ids, which transformers turns into a
+mask for SDPA. Both have random weights from one folder, fused AdamW in fp32, autocast, the same clipping, torch.compile, and are
+interleaved in one run. Operations: six for each weight that multiplies, four for a frozen one, and attention over half of the pairs. The
+pause is what `shoal train` as a user starts it takes for an evaluation and a checkpoint beyond the
 usual time of a step. `python benchmarks/gpu_finetune.py` prints the table.
 """
 
@@ -32,6 +33,7 @@ from shoal.tasks.language import LanguageModelling
 
 LENGTH, VOCABULARY, DOCUMENTS = 1024, 16_000, 4
 STEPS, ROUNDS, WARM_UP = 10, 4, 6
+LORA: dict[str, Any] = {"rank": 8, "alpha": 16.0}
 PEAK = 780e12
 """Measured operations per second of a bf16 product on an H200."""
 
@@ -63,28 +65,38 @@ def folder_of(size: Size, place: Path) -> str:
 
 def operations(size: Size, model: torch.nn.Module, pairs: int) -> float:
     """Operations of a step."""
-    weights = sum(parameter.numel() for parameter in model.parameters()) - VOCABULARY * size.shape["hidden_size"]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
+    looked_up = VOCABULARY * size.shape["hidden_size"]
+    products = 6 * trained + 4 * frozen - (4 if frozen else 6) * looked_up
     attention = 4 * size.shape["num_hidden_layers"] * size.shape["hidden_size"] * pairs / 2
-    return 3 * (2 * weights * size.batch * LENGTH + size.batch * attention)
+    return size.batch * (products * LENGTH + 3 * attention)
 
 
 Step = Callable[[], Tensor]
 
 
-def ours(folder: str, batch: dict[str, Tensor]) -> tuple[Step, torch.nn.Module]:
+def ours(folder: str, batch: dict[str, Tensor], **model: Any) -> tuple[Step, torch.nn.Module]:
     training = {"precision": {"kind": "bf16"}, "compile": True, "optimizer": {"name": "AdamW", "learning_rate": 1e-5}}
-    settings = {"model": {"kind": "huggingface", "pretrained": folder}, "training": training, "data": {"sequence_length": LENGTH}}
+    settings = {"model": {"kind": "huggingface", "pretrained": folder, **model}, "training": training, "data": {"sequence_length": LENGTH}}
     run = resolve_data(settings, name="bench", dialect="shoal", environ={}).run
     task = LanguageModelling(build(run, DataShapes(vocab_size=VOCABULARY)))
     engine = SingleEngine(run, task, torch.device("cuda"), 10_000, learns=True)
+    batch = {name: value.cpu().pin_memory() for name, value in batch.items()}  # as a feed gives it
     return lambda: engine.step([batch]).metrics["loss"], task.players["model"]
 
 
-def peer(folder: str, batch: dict[str, Tensor]) -> Step:
+def peer(folder: str, batch: dict[str, Tensor], lora: bool) -> Step:
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").cuda().train()
-    model, optimizer = torch.compile(plain), torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=True)
+    kind = torch.bfloat16 if lora else torch.float32
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa").cuda().train()
+    if lora:
+        import peft
+
+        plain = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=LORA["rank"], lora_alpha=LORA["alpha"]))
+    learned = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    model, optimizer = torch.compile(plain), torch.optim.AdamW(learned, lr=1e-5, fused=True)
     given = {"input_ids": batch["input_ids"], "use_cache": False}
     if "document_lengths" in batch:
         given["position_ids"] = torch.arange(LENGTH // DOCUMENTS, device="cuda").repeat(DOCUMENTS).expand_as(batch["input_ids"])
@@ -95,7 +107,7 @@ def peer(folder: str, batch: dict[str, Tensor]) -> Step:
             logits = model(**given).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         return loss.detach()
 
@@ -112,16 +124,21 @@ def seconds(step: Step) -> float:
     return (time.perf_counter() - start) / STEPS
 
 
-def compared(size: Size, folder: str, packed: bool) -> Row:
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+def rows_of(size: Size, packed: bool) -> dict[str, Tensor]:
     ids = torch.randint(VOCABULARY, (size.batch, LENGTH + 1), device="cuda")
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     if packed:
         batch["document_lengths"] = torch.full((size.batch, DOCUMENTS), LENGTH // DOCUMENTS, device="cuda")
-    own, model = ours(folder, batch)
-    theirs, losses = peer(folder, batch), []
+    return batch
+
+
+def compared(size: Size, folder: str, packed: bool, lora: bool) -> Row:
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    batch = rows_of(size, packed)
+    own, model = ours(folder, batch, **({"lora": LORA, "load": "bf16"} if lora else {}))
+    theirs, losses = peer(folder, batch, lora), []
     for step in (own, theirs):
         losses.append([float(step()) for _ in range(WARM_UP)])
     difference = max(abs(one - other) / other for one, other in zip(*losses, strict=True))
@@ -133,7 +150,7 @@ def compared(size: Size, folder: str, packed: bool) -> Row:
     tokens, pairs = size.batch * LENGTH, LENGTH**2 // (DOCUMENTS if packed else 1)
     share = operations(size, model, pairs) / middle["ours"] / PEAK
     note = f"{share:.0%} of 780 TFLOP/s, losses within {difference:.1e}, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB for both"
-    name = f"gpu-finetune Llama {size.name}, full, {'documents' if packed else 'stream'}"
+    name = f"gpu-finetune Llama {size.name}, {'LoRA' if lora else 'full'}, {'documents' if packed else 'stream'}"
     return Row(name, tokens / middle["ours"], tokens / middle["peer"], "tokens/s", middle["peer"] / middle["ours"], "≥ 1.3", note)
 
 
@@ -169,8 +186,9 @@ def measure() -> Iterator[Row]:
             folder = folder_of(size, Path(name))
             if size is SIZES[0]:
                 yield pause(folder, Path(name))
-            yield compared(size, folder, packed=False)
-            yield compared(size, folder, packed=True)
+            for lora in (False, True):
+                for packed in (False, True):
+                    yield compared(size, folder, packed, lora)
 
 
 if __name__ == "__main__":

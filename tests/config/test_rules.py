@@ -34,6 +34,7 @@ CONTEXTS = "data: {batching: dynamic, source: {kind: text, path: x}}\n"
 CUT = "engine: {kind: pipeline}\nmodel: "
 STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
 FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank: 2}}\n"
+OWN = "model: {kind: huggingface, pretrained: gpt2, layers: own, "
 BROKEN = [
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.7}, {id: b, model_share: 0.7}]}\n", ["scheduler.tasks", "engine.kind"]),
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 1.0}, {id: b, model_share: 0.0}]}\n", ["scheduler.tasks", "engine.kind"]),
@@ -58,7 +59,9 @@ BROKEN = [
     ("engine", CUT + "{kind: moe, episodic_memory: {enabled: true}}\n", ["model.episodic_memory.enabled", "engine.kind"]),
     ("engine", CUT + "{kind: huggingface, pretrained: gpt2, lora: {rank: 2}}\n", None),
     ("load", "model: {kind: huggingface, pretrained: gpt2, load: nf4}\n", ["model.load"]),
-    ("model", "model: {kind: huggingface, pretrained: gpt2, layers: own, lora: {rank: 2}}\n", ["model.layers"]),
+    ("model", "engine: {kind: fsdp}\n" + OWN + "lora: {rank: 2}}\n", ["model.layers", "engine.kind"]),
+    ("model", OWN + "lora: {rank: 2, dora: true}}\n", ["model.layers", "model.lora.dora"]),
+    ("model", OWN + "load: nf4, lora: {rank: 2}}\n", ["model.layers"]),
     ("load", "engine: {kind: fsdp}\n" + FEW_BITS, ["model.load", "engine.kind"]),
     ("load", "engine: {kind: deepspeed, zero_stage: 3}\n" + FEW_BITS, ["model.load", "engine.zero_stage"]),
     ("load", "training: {precision: {kind: nvfp4}}\n" + FEW_BITS, ["training.precision.kind", "model.load"]),

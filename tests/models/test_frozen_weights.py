@@ -137,7 +137,7 @@ def written(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path
 
 
 def built(shapes: Any, folder: Path, load: str, **lora: Any) -> Any:
-    settings = schema.HuggingFace(pretrained=str(folder), load=load, lora=schema.Lora(rank=3, **lora))
+    settings = schema.HuggingFace(pretrained=str(folder), load=load, layers="original", lora=schema.Lora(rank=3, **lora))
     return build(Run(model=settings, data=Data(sequence_length=32), seed=1), shapes(vocab_size=40))["model"]
 
 

@@ -132,7 +132,7 @@ def test_layers_that_would_learn_otherwise_are_kept_or_refused(tmp_path):
     assert isinstance(learner(tmp_path / "uneven", "auto").task.players["model"], HuggingFace)
     assert isinstance(learner(tmp_path / "llama", "auto", "Muon").task.players["model"], HuggingFace), "it steps whole matrices"
     assert isinstance(learner(tmp_path / "llama", "auto").task.players["model"], Gpt)
-    with pytest.raises(ShoalError, match=r"model\.layers: Shoal's own layers do not compute the same as GPT2LMHeadModel"):
+    with pytest.raises(ShoalError, match=r"model\.layers: .* do not compute the same as GPT2LMHeadModel in training"):
         learner(tmp_path / "uneven", "own")
 
 

@@ -58,7 +58,8 @@ class Engine(ABC):
         self.average: WeightAverage | None = None
         """The moving average of the weights, of a run that keeps one."""
         self._spare: Batch | None = None
-        self.notes: list[str] = []
+        networks = [getattr(player, "trunk", player) for player in task.players.values()]
+        self.notes = list(dict.fromkeys(note for one in networks if (note := str(getattr(one, "kept_layers", "")))))
         """What the engine decided, for the user."""
         self.statistics: list[Tensor] = []
         """BatchNorm's running figures, of networks that are whole in this process."""

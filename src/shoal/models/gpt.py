@@ -16,6 +16,7 @@ from shoal.config import Run
 from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
+from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.documents import attend_inside
 from shoal.models.layers.rotary import rotate, turns_in_one_pass
 from shoal.models.transformer import PLAIN, BlockPart, LayerInputs, RmsNorm, SideOutputs, Trunk, Variant
@@ -99,7 +100,11 @@ class FeedForward(BlockPart):
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         inner = self.up(x_BLD)
-        if self.gated:
+        if self.gated and not self.gelu_gate and _learns_in_half(inner):
+            from shoal.models.kernels.swiglu import plain_swiglu
+
+            inner = plain_swiglu(inner)
+        elif self.gated:
             gate, content = inner.chunk(2, dim=-1)
             inner = (F.gelu(gate, approximate="tanh") if self.gelu_gate else F.silu(gate)) * content
         else:
@@ -108,6 +113,11 @@ class FeedForward(BlockPart):
 
     def last_weights(self) -> list[Tensor]:
         return [self.down.weight]
+
+
+def _learns_in_half(x: Tensor) -> bool:
+    """Whether the backward pass of SwiGLU is a kernel of its own."""
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.requires_grad
 
 
 class Gpt(Trunk):

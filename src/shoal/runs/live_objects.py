@@ -90,7 +90,11 @@ def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Mo
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ShoalError(f"the model ({type(model).__name__}) has no parameter to train: all of them are frozen, or there are none")
     in_transformers = run.chosen_task.shows == "text" and hasattr(model, "get_input_embeddings")
-    return {"model": HuggingFace(model) if in_transformers else model}
+    if not in_transformers:
+        return {"model": model}
+    network = HuggingFace(model)
+    network.kept_layers = "the layers of transformers are kept: the program passes the model, and gets the same one back"
+    return {"model": network}
 
 
 def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings
+from shoal.config.rules.own_layers import against_adapters
 from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, WITHOUT_BLOCKS, across, names_a_model, rule
 from shoal.config.schema.engine import Engine
 from shoal.config.schema.output import Checkpoint
@@ -297,11 +298,12 @@ def stages_have_no_adapters(settings: Settings, engine: str, lora: Any) -> None:
         settings.report("engine", message, "model.lora", "engine.kind", help="set it to null, or take the engine ddp or fsdp")
 
 
-@rule("model.layers", "model.lora")
-def adapters_are_beside_the_original_layers(settings: Settings, layers: str, lora: Any) -> None:
-    if layers == "own" and lora is not None:
-        message = "LoRA's matrices are put beside the layers of transformers, and not beside Shoal's own"
-        settings.report("model", message, "model.layers", "model.lora", help="set model.layers to auto, or model.lora to null")
+@rule("model.layers", "model.lora", "engine.kind", "training.precision.kind", "model.load")
+def own_layers_have_adapters(settings: Settings, layers: str, lora: Any, engine: str, precision: str, load: str) -> None:
+    found = against_adapters(engine, precision, load, lora.dora) if layers == "own" and lora is not None else None
+    if found is not None:
+        help = f"set model.layers to auto, which keeps those of transformers, or change {found[0]}"
+        settings.report("model", found[1], "model.layers", found[0], help=help)
 
 
 @rule("model.load", "model.lora")

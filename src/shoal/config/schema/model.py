@@ -251,7 +251,8 @@ class HuggingFace(Model, built_by="shoal.models.huggingface.build:players"):
     one per 64 weights; embeddings and the output matrix are then bf16. Adapters, their gradients and the computation are unchanged."""
     layers: Literal["auto", "own", "original"] = "auto"
     """Whose layers train: Shoal's own, which are faster and compute the same (Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2), or those of
-    transformers. auto: own where they compute the same and the optimizer works element by element. Exports are the same with both."""
+    transformers. auto: own where they compute the same, also under LoRA; a line at the start says why those of transformers are kept.
+    Exports are the same with both."""
 
 
 class LiveModel(Model, built_by="shoal.models.build:refuse_live_model"):

@@ -281,7 +281,8 @@ class Training(Section):
     """Recompute activations in the backward pass to save memory."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model with torch.compile. auto: on a CUDA GPU, where one process or ddp trains a transformer for long enough to gain more
-    than the minute that compiling takes. The stages of a pipeline and weights under ZeRO 3 are not compiled."""
+    than the minute that compiling takes; never with fsdp and deepspeed, which compile if this is true. The stages of a pipeline and weights
+    under ZeRO 3 are not compiled."""
     cuda_graph: bool = False
     """Record each step as a CUDA graph and replay it: several times faster for small models, if batches have few shapes."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.small_copy import narrowed, small_copy
-from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, parts_of, sources
+from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, parts_of, plain_name, sources
 from shoal.models.layers.rotary import Rotary, to_adjacent_pairs
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.transformer import PLAIN, Variant
@@ -60,36 +60,47 @@ class GptConversion:
             self.frequencies = decoder.rotary_emb.inv_freq
             self.variant = _variant(config, decoder.layers[0].self_attn.q_proj.bias is not None)
 
-    def make(self) -> Gpt:
+    def make(self, kind: type[Gpt] = Gpt) -> Gpt:
         """The model without weights."""
         with without_weights():
-            made = Gpt(self.settings, self.vocab_size, self.variant)
+            made = kind(self.settings, self.vocab_size, self.variant)
         if self.frequencies is not None:
-            made.rotary = Rotary(self.settings.max_seq_len, self._head_size, self.frequencies)
+            made.rotary = Rotary(self.settings.max_seq_len, self.head_size, self.frequencies)
         made.conversion = self
         return made.eval()
+
+    def linear_layers(self) -> list[str]:
+        """The paths of the linear layers of all blocks of `Gpt`."""
+        parts = [part for part in self.names if part.startswith(("attention.", "feed_forward.")) and "norm" not in part]
+        return [f"blocks.{layer}.{part}" for layer in range(self.settings.num_layers) for part in parts]
+
+    def owns(self, name: str) -> bool:
+        """Whether a name is that of a tensor of `Gpt`."""
+        module = name.rpartition(".")[0]
+        return module.split(".", 2)[-1] in self.names if module.startswith("blocks.") else module in self.names
 
     def sources(self, name: str) -> list[str]:
         """The names, in the model's own files, of the parts of a tensor of `Gpt`."""
         return sources(self.names, name)
 
     def tensor(self, name: str, get: Get) -> Tensor:
-        """A tensor of `Gpt`. `get` returns tensors of the model's own files by name."""
+        """A tensor of `Gpt`. `get` returns tensors of the model's own files by name; codes and scales of weights in few bits by rows."""
         parts = [get(source) for source in self.sources(name)]
         if self.gpt2:
             # GPT-2's matrices are transposed, except for the embeddings
-            return parts[0].t().contiguous() if parts[0].dim() == 2 and name.startswith("blocks.") else parts[0]
+            turned = parts[0].dim() == 2 and name.startswith("blocks.") and name.endswith(".weight")
+            return parts[0].t().contiguous() if turned else parts[0]
         if "query_key_value" in name:
-            parts[:2] = [to_adjacent_pairs(part, self._head_size) for part in parts[:2]]
+            parts[:2] = [to_adjacent_pairs(part, self.head_size) for part in parts[:2]]
         if name.endswith(("query_norm.weight", "key_norm.weight")):
-            parts = [to_adjacent_pairs(parts[0], self._head_size)]
+            parts = [to_adjacent_pairs(parts[0], self.head_size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def originals(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The inverse of `tensor`: the tensors of the model's own files, by name, of which a tensor of `Gpt` is made."""
         settings = self.settings
         heads = settings.num_heads, settings.num_kv_heads or settings.num_heads
-        return {source: part.contiguous() for source, part in parts_of(self.names, name, tensor, heads, self._head_size).items()}
+        return {source: part.contiguous() for source, part in parts_of(self.names, name, tensor, heads, self.head_size).items()}
 
     def convert(self, get: Get) -> Gpt:
         """The model with its weights."""
@@ -98,7 +109,7 @@ class GptConversion:
         return made
 
     @property
-    def _head_size(self) -> int:
+    def head_size(self) -> int:
         return self.variant.head_size or self.settings.hidden_size // self.settings.num_heads
 
 
@@ -168,8 +179,13 @@ _KNOWN: dict[str, GptConversion | None] = {}
 
 def gpt_conversion(model: HuggingFace) -> GptConversion | None:
     """The conversion of this model, or None where it cannot be converted. The model may be on the meta device."""
-    inner = model.inner
-    if model.has_adapters or inner.config.model_type not in FAMILIES:
+    return None if model.has_adapters else conversion_beneath(model)
+
+
+def conversion_beneath(model: HuggingFace) -> GptConversion | None:
+    """As `gpt_conversion`, of the model without its LoRA adapters."""
+    inner = model.inner.get_base_model() if model.has_adapters else model.inner
+    if inner.config.model_type not in FAMILIES:
         return None
     key = f"{type(inner).__name__} {inner.config.to_json_string()}"
     if key not in _KNOWN:
@@ -206,21 +222,46 @@ def _close(theirs: Tensor, ours: Tensor) -> bool:
 
 def weights_for(network: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights by the names that they have in a network, whether they were saved with Shoal's own layers or with those of transformers.
-    Other tensors keep their names."""
+    Other tensors, such as LoRA adapters, keep their names."""
     if isinstance(network, HuggingFace) and "token_embedding.weight" in weights:
-        conversion = gpt_conversion(network)
-        if conversion is not None:
-            own = required_tensors(conversion.make())
-            made = {name: part for full in own if full in weights for name, part in conversion.originals(full, weights[full]).items()}
-            return {name: value for name, value in weights.items() if name not in own} | made
+        conversion = conversion_beneath(network)
+        return weights if conversion is None else _by_their_names(network, conversion, weights)
     conversion = getattr(network, "conversion", None)
     if conversion is not None and "token_embedding.weight" not in weights:
-        own = {name: conversion.sources(name) for name in required_tensors(network)}
-        used = {source for sources in own.values() for source in sources}
-        if used <= set(weights):
-            made = {name: conversion.tensor(name, weights.__getitem__) for name in own}
-            return {name: value for name, value in weights.items() if name not in used} | made
+        return _by_own_names(network, conversion, weights)
     return weights
+
+
+def _by_their_names(network: HuggingFace, conversion: GptConversion, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    theirs = {plain_name(name): (name, value) for name, value in network.state_dict().items()}
+    own = [name for name in weights if conversion.owns(name)]
+    made = {}
+    for full in own:
+        for source, part in conversion.originals(full, weights[full]).items():
+            name, value = theirs.get(source, (source, part))
+            made[name] = part.view(value.shape) if part.numel() == value.numel() else part  # weights in nf4 are flat there
+    return {name: value for name, value in weights.items() if name not in own} | made
+
+
+def _by_own_names(network: Any, conversion: GptConversion, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    own = {name: value for name, value in required_tensors(network).items() if conversion.owns(name)}
+    theirs = {plain_name(name): name for name in weights}
+    used = {source for name in own for source in conversion.sources(name)}
+    if not used <= theirs.keys():
+        return weights
+    made = {name: conversion.tensor(name, _rows_like(slot, theirs, weights)) for name, slot in own.items()}
+    taken = {theirs[source] for source in used}
+    return {name: value for name, value in weights.items() if name not in taken} | made
+
+
+def _rows_like(slot: Tensor, theirs: Mapping[str, str], weights: Mapping[str, Tensor]) -> Get:
+    """Gives tensors as rows of the shape of a slot's rows: weights in nf4 are flat in the model's own layers."""
+
+    def get(source: str) -> Tensor:
+        value = weights[theirs[source]]
+        return value if value.dim() == slot.dim() else value.view(-1, *slot.shape[1:])
+
+    return get
 
 
 def as_huggingface(model: Any) -> HuggingFace:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import nn
 
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
+from shoal.config.rules.own_layers import against_adapters
 from shoal.config.schema import model as schema
 from shoal.config.schema.training import WHOLE_MATRICES, TorchOptimizer
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface import pretrained
-from shoal.models.huggingface.as_gpt import gpt_conversion
+from shoal.models.huggingface.adapted_gpt import own_layers, reason_against
+from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.frozen_weights import store_frozen
 from shoal.models.huggingface.model import HuggingFace
 
@@ -22,32 +25,52 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     token = run.hub.token.reveal() if run.hub.token else None
     network = HuggingFace(pretrained.load(model, token))
     _check_fit(network, model, run, shapes)
+    conversion, reason = _conversion(network, model, run)
     if model.load != "fp32":
         store_frozen(network.inner, model.load)
     if model.lora is not None:
         network.inner = _with_lora(network.inner, model.lora)
-    return {"model": _with_own_layers(network, model, run) or network}
+        reason = reason or reason_against(network, conversion)
+    if not reason:
+        return {"model": _with_own_layers(network, conversion)}
+    if model.layers == "own":
+        raise ShoalError(f"model.layers: Shoal's own layers cannot train {model.pretrained} (model.pretrained): {reason}; set it to auto")
+    if model.layers == "auto":
+        network.kept_layers = f"the layers of transformers are kept (model.layers: auto): {reason}"
+    return {"model": network}
 
 
-def _steps_whole_matrices(run: Run) -> bool:
-    """Whether an optimizer may look at the shape or the name of a parameter: layers that hold several matrices as one are not for it."""
+def _steps_whole_matrices(run: Run) -> str:
+    """The optimizer that may look at the shape or the name of a parameter: layers that hold several matrices as one are not for it. Empty:
+    there is none."""
     chosen = run.training.optimizer
-    names = {getattr(chosen, "name", None), *(player.name for player in run.training.players.values())}
-    return not isinstance(chosen, TorchOptimizer) or bool(names & set(WHOLE_MATRICES))
+    if not isinstance(chosen, TorchOptimizer):
+        return f"the optimizer {chosen.kind}"
+    names = [chosen.name, *(player.name for player in run.training.players.values())]
+    return next((name for name in names if name in WHOLE_MATRICES), "")
 
 
-def _with_own_layers(network: HuggingFace, model: schema.HuggingFace, run: Run) -> Gpt | None:
-    """The same network with Shoal's own layers; None where the settings or the architecture say otherwise. Raises ShoalError."""
-    if model.layers == "original" or (model.layers == "auto" and _steps_whole_matrices(run)):
-        return None
+def _conversion(network: HuggingFace, model: schema.HuggingFace, run: Run) -> tuple[Any, str]:
+    """How the network gets Shoal's own layers; else the reason why it keeps those of transformers."""
+    if model.layers == "original":
+        return None, "model.layers is original"
+    if model.lora is not None:
+        found = against_adapters(run.engine.kind, run.training.precision.kind, model.load, model.lora.dora)
+        if found is not None:
+            return None, f"{found[1]} ({found[0]})"
+    whole = _steps_whole_matrices(run)
+    if whole and model.lora is None and model.layers == "auto":
+        return None, f"{whole} may step matrices one by one, and Shoal's own layers join some (training.optimizer)"
     conversion = gpt_conversion(network)
     if conversion is None or not conversion.trains_alike:
-        if model.layers == "own":
-            raise ShoalError(
-                f"model.layers: Shoal's own layers do not compute the same as {type(network.inner).__name__} (model.pretrained: "
-                f"{model.pretrained}) in training: set it to auto"
-            )
-        return None
+        where = "" if conversion is None else " in training, where it drops activations at other places"
+        return None, f"Shoal's own layers do not compute the same as {type(network.inner).__name__}{where}"
+    return conversion, ""
+
+
+def _with_own_layers(network: HuggingFace, conversion: GptConversion) -> Gpt:
+    if network.has_adapters:
+        return own_layers(network, conversion)
     return conversion.convert(network.state_dict().__getitem__).train()
 
 

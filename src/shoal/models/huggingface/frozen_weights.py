@@ -17,6 +17,7 @@ import mmap
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.compile_rules import not_compiled
+from shoal.models.kernels import HAS_TRITON
 
 BLOCK = 64
 """Weights that share a scale in nf4."""
@@ -73,7 +74,7 @@ def _stored_int8(weight_OI: Tensor) -> Stored:
 
 
 def _stored_nf4(flat: Tensor) -> Stored:
-    table = torch.tensor(NF4, device=flat.device)
+    table = _table(flat.device)
     between = (table[1:] + table[:-1]) / 2
     blocks = math.ceil(flat.numel() / BLOCK)
     codes, scales = (
@@ -94,6 +95,13 @@ def _parts(count: int, width: int, like: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
+@cache
+def _table(device: torch.device) -> Tensor:
+    """The values of nf4: copying them for each product would let a GPU wait for the processor."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        return torch.tensor(NF4).to(device)
+
+
 def _nonzero(scales: Tensor) -> Tensor:
     return torch.where(scales > 0, scales, 1.0)
 
@@ -104,8 +112,12 @@ def restored(codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, 
         return codes.to(dtype)
     if kind == "int8":
         return torch.mul(codes, scales.unsqueeze(1), out=torch.empty(shape, dtype=dtype, device=codes.device))
-    blocks = scales.numel()
-    table = torch.tensor(NF4, device=codes.device)
+    codes, scales, blocks = codes.flatten(), scales.flatten(), scales.numel()
+    table = _table(codes.device)
+    if codes.is_cuda and HAS_TRITON:
+        from shoal.models.kernels.nf4 import restore as restore_nf4
+
+        return restore_nf4(codes, scales, table, BLOCK, dtype)[: shape[0] * shape[1]].view(shape)
     # A byte selects two weights: both lie side by side in a table of 256 numbers of 64 bits
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).view(torch.int64).flatten()
     weight = torch.empty(blocks, BLOCK, dtype=dtype, device=codes.device)
@@ -128,44 +140,61 @@ def _restored_rows(
         own = codes[part]
         if kind == "nf4":
             assert scales is not None
+            codes, scales = codes.flatten(), scales.flatten()
             first, last = start * columns // BLOCK, math.ceil(part.stop * columns / BLOCK)
             own, beside = codes[first * BLOCK // 2 : last * BLOCK // 2], scales[first:last]
         yield part, restored(own, beside, kind, (part.stop - start, columns), dtype)
 
 
-class _Product(torch.autograd.Function):
+# Operators of their own: torch.compile would keep a weight that it sees restored for the backward pass
+@torch.library.custom_op("shoal::frozen_product", mutates_args=())
+def _product(x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, kind: str, outputs: int) -> Tensor:
     """x @ weight.T + bias, with a weight that is restored for each pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, kind: str, shape: tuple[int, int]
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        ctx.how = kind, shape, x.dtype
-        bias = None if bias is None else bias.to(x.dtype)
-        if shape[0] * shape[1] <= _MOST_RESTORED:
-            return F.linear(x, restored(codes, scales, kind, shape, x.dtype), bias)
-        made = x.new_empty(*x.shape[:-1], shape[0])
-        for rows, weight in _restored_rows(codes, scales, kind, shape, x.dtype):
-            made[..., rows] = F.linear(x, weight, None if bias is None else bias[rows])
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None, None
-        with torch.autocast(gradients[0].device.type, enabled=False):
-            parts = (gradients[0][..., rows] @ weight for rows, weight in _restored_rows(*ctx.saved_tensors, *ctx.how))
-            for_x = next(parts)
-            if (more := next(parts, None)) is not None:
-                for_x = sum(parts, for_x.float() + more)
-        return for_x.to(gradients[0].dtype), None, None, None, None, None
+    bias = None if bias is None else bias.to(x.dtype)
+    made: Tensor | None = None
+    for rows, weight in _restored_rows(codes, scales, kind, (outputs, x.shape[-1]), x.dtype):
+        part = F.linear(x, weight, None if bias is None else bias[rows])
+        if part.shape[-1] == outputs:
+            return part
+        made = x.new_empty(*x.shape[:-1], outputs) if made is None else made
+        made[..., rows] = part
+    assert made is not None
+    return made
 
 
-@not_compiled
-def _product(x: Tensor, layer: FrozenLinear) -> Tensor:
-    product: Tensor = _Product.apply(x, layer.codes, layer.scales, layer.bias, layer.kind, layer.shape)  # type: ignore[no-untyped-call]
-    return product
+@torch.library.custom_op("shoal::frozen_product_backward", mutates_args=())
+def _product_backward(slope: Tensor, codes: Tensor, scales: Tensor | None, kind: str, inputs: int) -> Tensor:
+    with torch.autocast(slope.device.type, enabled=False):
+        restored_rows = _restored_rows(codes, scales, kind, (slope.shape[-1], inputs), slope.dtype)
+        parts = (slope[..., rows] @ weight for rows, weight in restored_rows)
+        for_x = next(parts)
+        if (more := next(parts, None)) is not None:
+            for_x = sum(parts, for_x.float() + more)
+    return for_x.to(slope.dtype)
+
+
+@_product.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor | None, bias: Tensor | None, kind: str, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+@_product_backward.register_fake
+def _(slope: Tensor, codes: Tensor, scales: Tensor | None, kind: str, inputs: int) -> Tensor:
+    return slope.new_empty(*slope.shape[:-1], inputs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, codes, scales, _, kind, _ = inputs
+    ctx.save_for_backward(codes, scales)
+    ctx.how = kind, x.shape[-1]
+
+
+def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    codes, scales = ctx.saved_tensors
+    return _product_backward(slope, codes, scales, *ctx.how) if ctx.needs_input_grad[0] else None, None, None, None, None, None
+
+
+_product.register_autograd(_slopes, setup_context=_keep)
 
 
 class FrozenLinear(nn.Linear):
@@ -190,7 +219,9 @@ class FrozenLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return _product(x.to(dtype), self)
+        if self.codes.dtype == dtype:
+            return F.linear(x, self.codes, self.bias)
+        return _product(x.to(dtype), self.codes, self.scales, self.bias, self.kind, self.out_features)
 
     def numbers(self) -> dict[int, int]:
         """The weights that each of its parameters stands for, by the parameter's id."""

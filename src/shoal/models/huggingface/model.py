@@ -63,6 +63,9 @@ class HuggingFace(nn.Module):
     It has no `output_weight`, since some of these models scale, cap or shift their logits.
     """
 
+    kept_layers = ""
+    """Why it does not have Shoal's own layers, for the user."""
+
     def __init__(self, inner: Any) -> None:
         super().__init__()
         config = inner.config.get_text_config()

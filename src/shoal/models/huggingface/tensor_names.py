@@ -53,6 +53,11 @@ NEOX_NAMES: Names = {
 }
 
 
+def plain_name(name: str) -> str:
+    """The name of a tensor or module in the model's own files, without the modules that peft puts around it."""
+    return name.replace("inner.base_model.model.", "inner.", 1).replace(".base_layer.", ".")
+
+
 def sources(names: Names, name: str) -> list[str]:
     """The names, in the model's own files, of the parts that a tensor of `Gpt` is concatenated from."""
     module, _, kind = name.rpartition(".")
@@ -63,10 +68,11 @@ def sources(names: Names, name: str) -> list[str]:
 
 
 def parts_of(names: Names, name: str, value: Tensor, heads: tuple[int, int], head_size: int) -> dict[str, Tensor]:
-    """The tensors of the model's own files, by name, that a tensor of `Gpt` is concatenated from. `heads`: of queries, and of keys."""
+    """The tensors of the model's own files, by name, that a tensor of `Gpt` is concatenated from. `heads`: of queries, and of keys. Weights
+    in few bits are cut row by row, as others are."""
     targets = sources(names, name)
     if names is GPT2_NAMES:  # its matrices are transposed, except for the embeddings
-        parts = [value.t() if value.dim() == 2 and name.startswith("blocks.") else value]
+        parts = [value.t() if value.dim() == 2 and name.startswith("blocks.") and name.endswith(".weight") else value]
     elif "query_key_value" in name:
         query, key, content = torch.split(value, [count * head_size for count in (heads[0], heads[1], heads[1])])
         parts = [to_half_pairs(query, head_size), to_half_pairs(key, head_size), content]

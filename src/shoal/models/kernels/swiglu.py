@@ -1,5 +1,8 @@
-"""SwiGLU of experts on a GPU, with each row's gate multiplied in: one pass over the rows forward, one backward, which also gives the
-gates' slopes. torch.compile reads the rows twice for those.
+"""SwiGLU on a GPU.
+
+Of experts, with each row's gate multiplied in: one pass over the rows forward, one backward, which also gives the gates' slopes.
+torch.compile reads the rows twice for those. Of other layers the backward pass alone: forward, torch.compile joins it with what stands
+before, but backward it computes both halves of the slopes for each half.
 
 Rows from `total` on belong to no expert: they may hold anything, and become zeros, as do their slopes.
 
@@ -87,3 +90,49 @@ _swiglu.register_autograd(_slopes, setup_context=lambda ctx, inputs, output: ctx
 def swiglu(inner_RI: Tensor, gates_R: Tensor, total: Tensor) -> Tensor:
     """silu(first half) · second half · gate, row by row."""
     return _swiglu(inner_RI, gates_R.float(), total)
+
+
+@triton.jit
+def _plain_backward(inner, slopes, for_inner, width: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        x = tl.load(inner + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        content = tl.load(inner + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.load(slopes + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        share = tl.sigmoid(x)
+        tl.store(for_inner + row * 2 * width + column, slope * content * share * (1.0 + x * (1.0 - share)), mask=inside)
+        tl.store(for_inner + row * 2 * width + width + column, slope * x * share, mask=inside)
+
+
+@torch.library.custom_op("shoal::plain_swiglu_backward", mutates_args=())
+def _plain_swiglu_backward(inner: Tensor, slope: Tensor) -> Tensor:
+    inner, slope = inner.contiguous(), slope.contiguous()
+    for_inner, width = torch.empty_like(inner), slope.shape[-1]
+    _plain_backward[(slope.numel() // width,)](inner, slope, for_inner, width, _BLOCK, num_warps=_WARPS)
+    return for_inner
+
+
+@_plain_swiglu_backward.register_fake
+def _(inner: Tensor, slope: Tensor) -> Tensor:
+    return torch.empty_like(inner, memory_format=torch.contiguous_format)
+
+
+class _PlainSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor) -> Tensor:
+        ctx.save_for_backward(inner)
+        gate, content = inner.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * content
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        found: Tensor = _plain_swiglu_backward(*ctx.saved_tensors, slopes[0])
+        return found
+
+
+def plain_swiglu(inner: Tensor) -> Tensor:
+    """silu(first half) · second half, of the last dimension."""
+    found: Tensor = _PlainSwiglu.apply(inner)  # type: ignore[no-untyped-call]
+    return found
