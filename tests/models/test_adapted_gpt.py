@@ -149,6 +149,17 @@ def test_the_model_of_peft_comes_back_whole(tmp_path):
     torch.testing.assert_close(again(IDS).logits, theirs.eval()(IDS), atol=1e-4, rtol=1e-4)
 
 
+def test_a_network_without_data_has_the_same_shapes(tmp_path):
+    run = run_of(written("llama", tmp_path, max_position_embeddings=177), "auto", {}, "nf4", "bf16")  # a configuration not met before
+    shapes = DataShapes(vocab_size=50)
+    empty, whole = (build(run, shapes, device)["model"] for device in ("meta", "cpu"))
+    assert isinstance(empty, AdaptedGpt)
+    assert [(name, value.shape, value.dtype) for name, value in empty.named_parameters()] == [
+        (name, value.shape, value.dtype) for name, value in whole.named_parameters()
+    ]
+    assert whole(IDS).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("lora", "training", "reason"),
     [

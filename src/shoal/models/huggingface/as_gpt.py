@@ -55,9 +55,13 @@ class GptConversion:
         self.variant = PLAIN
         if not self.gpt2:
             decoder = inner.get_decoder()
-            if decoder.rotary_emb.rope_type not in _ROTARY_TYPES or any(kind != "full_attention" for kind in _kinds(config)):
+            rotary = decoder.rotary_emb
+            if rotary.rope_type not in _ROTARY_TYPES or any(kind != "full_attention" for kind in _kinds(config)):
                 raise ShoalError("its attention has a window, or positions that depend on the length of the text")
-            self.frequencies = decoder.rotary_emb.inv_freq
+            if rotary.inv_freq.is_meta:
+                with torch.device("cpu"):
+                    rotary = type(rotary)(config=config)
+            self.frequencies = rotary.inv_freq
             self.variant = _variant(config, decoder.layers[0].self_attn.q_proj.bias is not None)
 
     def make(self, kind: type[Gpt] = Gpt) -> Gpt:
