@@ -181,7 +181,7 @@ def llama_weights(arrays, config):
 def test_a_model_that_is_not_trained_or_not_there_is_refused():
     with pytest.raises(ShoalError, match="must be trained first"):
         open_served(["demo-gpt"], [], lambda text: None)
-    with pytest.raises(ShoalError, match="nowhere"):
+    with pytest.raises(ShoalError, match="there is no run or model at nowhere"):
         open_served(["nowhere"], [], lambda text: None)
     assert main(["serve", "nowhere"]) == 2
 

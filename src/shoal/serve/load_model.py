@@ -11,6 +11,7 @@ import torch
 
 from shoal import data
 from shoal.config.load import ConfigFile, Override, resolve
+from shoal.config.presets import find as find_preset
 from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.data.text.chat_template import ChatTemplate, plain_template, template_of
@@ -91,8 +92,9 @@ def open_served(targets: Sequence[str], overrides: list[Override], warn: Callabl
 
 
 def _is_model(place: Path) -> bool:
-    """Whether a target is to be opened as a model, not read as a configuration."""
-    return place.is_dir() or place.suffix == ".gguf"
+    """Whether a target is to be opened as a model, not read as a configuration. `find_model` reports a name that is neither."""
+    is_configuration = place.is_file() or place.suffix in (".yaml", ".yml") or find_preset(str(place)) is not None
+    return place.suffix == ".gguf" or not is_configuration
 
 
 def _run(target: str, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> ServedModel:
