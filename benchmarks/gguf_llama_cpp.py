@@ -115,7 +115,7 @@ def compare(model: Any, prompt: Sequence[int], written: Sequence[int], never: Se
     return Comparison(first, float(best_T[first] - chosen_T[first]))
 
 
-def measure(model: str, kind: str, count: int, tokens: int) -> list[Comparison]:
+def measure(model: str, kind: str, count: int, tokens: int, threads: int) -> list[Comparison]:
     def note(text: str) -> None:
         print(f"note: {text}", file=sys.stderr)
 
@@ -126,7 +126,7 @@ def measure(model: str, kind: str, count: int, tokens: int) -> list[Comparison]:
         export_gguf(model, file, kind, note, adapters=False)
         asked = {"file": str(file), "prompts": prompts, "never": never, "tokens": tokens, "slots": min(SLOTS, count)}
         context = -(-(max(map(len, prompts)) + tokens + 1) // 256) * 256
-        job.write_text(json.dumps(asked | {"context": context, "threads": os.cpu_count()}))
+        job.write_text(json.dumps(asked | {"context": context, "threads": threads}))
         texts = figures("llama.cpp", ANSWERS, str(job))
     round_matrices(served.model, kind)
     return [compare(served.model, prompt, written, never) for prompt, written in zip(prompts, texts, strict=True)]
@@ -138,9 +138,13 @@ def main() -> None:
     parser.add_argument("--gguf", choices=ROUNDED, default="f16", help="type of the matrices (default: f16)")
     parser.add_argument("--prompts", type=int, default=50, help=f"at most {len(QUESTIONS) * len(THINGS)} (default: 50)")
     parser.add_argument("--tokens", type=int, default=64, help="per prompt (default: 64)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="of either side; 1 on a machine that is busy (default: %(default)s)"
+    )
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     try:
-        found = measure(arguments.model, arguments.gguf, arguments.prompts, arguments.tokens)
+        found = measure(arguments.model, arguments.gguf, arguments.prompts, arguments.tokens, arguments.threads)
     except ShoalError as error:
         raise SystemExit(str(error)) from None
     for number, one in enumerate(found, 1):

@@ -69,6 +69,13 @@ def test_settings_of_another_kind_are_not_set_before() -> None:
     assert "strategy.max_staleness: not set before, 50 now" in map(str, found)
 
 
+def test_a_setting_that_a_later_version_has_is_no_change_while_it_is_null() -> None:
+    now = settings_of(run_of({}))
+    before = {path: value for path, value in now.items() if path not in ("updates.clip_norm", "training.batch_size")}
+    assert now["updates.clip_norm"] is None
+    assert [str(change) for change in forbidden_changes(before, now)] == ["training.batch_size: not set before, 32 now"]
+
+
 def test_secrets_are_never_told() -> None:
     told = changed_settings(settings_of(run_of({})), settings_of(run_of({"transport": {"kind": "postgres", "password": "hunter2"}})))
     assert not any("hunter2" in str(change) for change in told)

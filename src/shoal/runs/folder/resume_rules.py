@@ -46,11 +46,11 @@ def settings_of(run: Run) -> Settings:
 
 
 def changed_settings(before: Settings, now: Settings) -> list[SettingChange]:
-    """All settings that differ."""
+    """All settings that differ. One that is null is not set: a later version of Shoal may have a setting that this run's did not."""
     return [
         SettingChange(path, *(scalar(settings[path]) if path in settings else "not set" for settings in (before, now)))
         for path in dict.fromkeys([*before, *now])
-        if before.get(path) != now.get(path) or (path in before) != (path in now)
+        if before.get(path) != now.get(path)
     ]
 
 
