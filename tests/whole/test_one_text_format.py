@@ -108,6 +108,9 @@ def test_a_run_that_goes_on_reads_the_template_and_the_time_that_it_began_with(t
     assert tokenizer is not None
     assert tokenizer.chat_templates["default"].startswith("{{ strftime_now")
     assert not Path("run/model/shoal_chat_time.json").exists()
+    monkeypatch.chdir(tmp_path / "run" / "model")
+    elsewhere = open_run("..", lambda text: None).run.model
+    assert getattr(elsewhere, "pretrained", None) == str(tmp_path / "base"), "the model that a run started from is found beside its folder"
 
 
 @pytest.mark.parametrize("batching", ["packed", "dynamic"])

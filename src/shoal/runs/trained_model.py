@@ -74,8 +74,21 @@ def is_run(folder: Path) -> bool:
 def settings_of(target: str, warn: Callable[[str], None], overrides: Sequence[Override] = ()) -> Run:
     """The settings of a run, or those of a folder of Hugging Face, as `find_model` gives it. A model of Hugging Face has the layers of
     transformers, which are those that are exported and served. Raises ShoalError."""
-    run = _settings_of_run(target, warn, overrides) if is_run(Path(target)) else _settings_of_folder(target, overrides)
+    if is_run(Path(target)):
+        run = _with_base_beside(_settings_of_run(target, warn, overrides), run_folder_of(target))
+    else:
+        run = _settings_of_folder(target, overrides)
     return run.replace(model=run.model.replace(layers="original")) if isinstance(run.model, HuggingFace) else run
+
+
+def _with_base_beside(run: Run, root: Path) -> Run:
+    """The settings with the place of the model that the run started from. A relative path begins where the run was started, which is
+    usually where its folder is: it is looked for beside it if it is not in the current folder."""
+    named = Path(getattr(run.model, "pretrained", None) or root)
+    beside = [folder / named for folder in root.resolve().parents[:2]]
+    if named.exists() or (found := next((one for one in beside if one.is_dir()), None)) is None:
+        return run
+    return run.replace(model=run.model.replace(pretrained=str(found)))
 
 
 def _settings_of_folder(folder: str, overrides: Sequence[Override]) -> Run:
