@@ -101,7 +101,7 @@ def test_neither_padding_nor_tokens_without_a_label_are_computed(monkeypatch: py
     assert [rows for rows, _ in seen[1:]] == [3] * (counted // 3) + [counted % 3] * (counted % 3 > 0)
 
 
-def test_models_of_transformers_go_through_documents_one_by_one_where_they_compute_the_same() -> None:
+def test_models_of_transformers_read_documents_one_by_one_with_the_same_result() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     window = HuggingFace(transformers.MistralForCausalLM(transformers.MistralConfig(**small, num_key_value_heads=2, sliding_window=4)))
