@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 
 _ONE_AT_A_TIME = threading.RLock()
+_INITIALISERS = ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_", "xavier_uniform_", "zeros_", "ones_", "constant_")
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Context in which new modules get parameters on the meta device, which take no memory; their buffers are real."""
+    """Context in which new modules get parameters on the meta device, which take no memory; their buffers are real. They are not
+    initialised: torch would import its compiler to draw no numbers."""
     with _ONE_AT_A_TIME:
         original: Callable[..., None] = nn.Module.register_parameter
         own = threading.get_ident()
@@ -27,11 +29,23 @@ def without_weights() -> Iterator[None]:
             if parameter is not None and not parameter.is_meta and threading.get_ident() == own:
                 module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
+        initialisers = {name: getattr(nn.init, name) for name in _INITIALISERS}
         nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        for name, initialise in initialisers.items():
+            setattr(nn.init, name, _only_real(initialise))
         try:
             yield
         finally:
             nn.Module.register_parameter = original  # type: ignore[method-assign]
+            for name, initialise in initialisers.items():
+                setattr(nn.init, name, initialise)
+
+
+def _only_real(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def of_real(tensor: Tensor, *given: Any, **named: Any) -> Tensor:
+        return tensor if tensor.is_meta else initialise(tensor, *given, **named)
+
+    return of_real
 
 
 def required_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -56,17 +56,22 @@ def converted(place: Path) -> Path:
     return place
 
 
+def described(file: Path) -> Path:
+    """The folder with the configuration and the tokenizer of a GGUF file, whose weights stay in the file. Raises ShoalError."""
+    return _kept(file.stem, [file], lambda partial: _describe_gguf(file, partial), "described")
+
+
 def _model_files(folder: Path) -> Iterator[Path]:
     yield from sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
 
 
-def _kept(name: str, sources: list[Path], convert: Callable[[Path], None]) -> Path:
-    """The folder that was made from these files, now or before."""
+def _kept(name: str, sources: list[Path], convert: Callable[[Path], None], made: str = "converted") -> Path:
+    """The folder that was made from these files, now or before. `made`: what of them is in it."""
     digest = hashlib.sha256(f"{_CACHE_FORMAT}".encode())
     for file in sources:
         found = file.stat()
         digest.update(f" {file.resolve()} {found.st_size} {found.st_mtime_ns}".encode())
-    folder = state_folder() / "converted" / digest.hexdigest()[:12] / name
+    folder = state_folder() / made / digest.hexdigest()[:12] / name
     if _is_whole(folder):
         return folder
     partial = folder.with_name(f".{folder.name}.partial")
@@ -92,16 +97,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert_gguf(file: Path, partial: Path) -> None:
-    if find_spec("gguf") is None or find_spec("transformers") is None:
-        raise ShoalError("reading a GGUF file needs the packages gguf and transformers: pip install gguf 'shoal[hf]'")
-    rule = check_gguf(file)
-    try:
-        with quiet(), panic_is_an_error(file.name):
-            read, tokenizer = huggingface.read_gguf(file)
-            tokenizer.save_pretrained(str(partial))
-    except Exception as error:
-        raise ShoalError(f"{file} cannot be read as a language model: {(str(error) or type(error).__name__).splitlines()[0]}") from None
-    _restore_word_rule(file, partial / "tokenizer.json", rule)
+    read = _read_gguf(file, partial, huggingface.read_gguf)
     # The same weights in a model that does not remember how they were stored: transformers saves no other
     config = read.config
     if hasattr(config, "quantization_config"):
@@ -109,6 +105,25 @@ def _convert_gguf(file: Path, partial: Path) -> None:
     plain: Any = huggingface.causal_model_of(config)
     plain.load_state_dict(read.state_dict())
     save(plain, partial)
+
+
+def _describe_gguf(file: Path, partial: Path) -> None:
+    _read_gguf(file, partial, huggingface.read_gguf_description).save_pretrained(str(partial))
+
+
+def _read_gguf(file: Path, partial: Path, read: Callable[[Path], tuple[Any, Any]]) -> Any:
+    """What `read` finds in a file beside the tokenizer, which is written to the folder."""
+    if find_spec("gguf") is None or find_spec("transformers") is None:
+        raise ShoalError("reading a GGUF file needs the packages gguf and transformers: pip install gguf 'shoal[hf]'")
+    rule = check_gguf(file).rule
+    try:
+        with quiet(), panic_is_an_error(file.name):
+            found, tokenizer = read(file)
+            tokenizer.save_pretrained(str(partial))
+    except Exception as error:
+        raise ShoalError(f"{file} cannot be read as a language model: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+    _restore_word_rule(file, partial / "tokenizer.json", rule)
+    return found
 
 
 def _restore_word_rule(file: Path, tokenizer: Path, rule: str | None) -> None:

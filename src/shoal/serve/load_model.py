@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal import data
+from shoal.config.data_shapes import misfit
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.presets import find as find_preset
 from shoal.config.schema import Run
@@ -22,15 +23,19 @@ from shoal.manifest import check_manifest
 from shoal.models.generation.side_texts import SideTexts
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
+from shoal.models.huggingface.gguf_weights import GgufWeights
+from shoal.models.huggingface.gpt_description import keep_conversion, kept_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.packed.formats import HALF
 from shoal.models.packed.layers import pack_loaded
 from shoal.models.packed.model import PackedModel, joint_kind, kinds_of, stored_kind
 from shoal.models.stages import required_tensors
+from shoal.runs.converted_models import described
 from shoal.runs.trained_model import find_model, is_run, open_run, settings_of, side_texts_for
-from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model, model_maker
+from shoal.serve.nodes.model_description import describe_gpt, describe_huggingface_model, describe_own_model, meta_model, model_maker
 from shoal.serve.nodes.weights import PackedStore, WeightStore
+from shoal.untrusted.gguf_header import check_gguf
 from shoal.untrusted.prompt_process import PromptProcess
 
 PLAIN_STOP_WORDS = ("\nUser:", "\nSystem:")
@@ -78,6 +83,8 @@ def open_served(targets: Sequence[str], overrides: list[Override], warn: Callabl
     """The model that is named on the command line: one folder, or files of a configuration. `nodes`: machines to spread its layers over;
     null: as many as the settings say. Raises ShoalError."""
     if len(targets) == 1 and _is_model(Path(targets[0])):
+        if (served := _gguf(Path(targets[0]), overrides, warn, nodes)) is not None:
+            return served
         target = find_model(targets[0], warn)
         if is_run(Path(target)):
             return _run(target, overrides, warn, nodes)
@@ -103,46 +110,60 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     if tokenizer is None or model is None:
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
     run = resolve([ConfigFile(str(trained.root / "config.yaml"))], overrides, resolved=True).run
-    nodes = nodes or run.serving.num_nodes or 1
-    chat = _chat(tokenizer)
-    ends = _ends(model, tokenizer, Path(str(getattr(trained.run.model, "pretrained", trained.root)))) | chat.ends
-    served = ServedModel(
-        trained.root.resolve().name,
-        model,
-        tokenizer,
-        chat.template,
-        run.serving,
-        tokenizer.opening,
-        ends,
-        nodes,
-        run=run,
-        beside=side_texts_for(trained),
-        stop_words=chat.stop_words,
-        encoder=encoder_for(tokenizer),
-    )
+    folder = Path(str(getattr(trained.run.model, "pretrained", trained.root)))
+    served = _served(trained.root.resolve().name, model, tokenizer, run, nodes or run.serving.num_nodes or 1, folder)
+    served = served._replace(beside=side_texts_for(trained))
     if isinstance(model, HuggingFace):
         return _computed(served, WeightStore(model.state_dict()))
-    described = describe_own_model(trained.run.model, model)
+    about = describe_own_model(trained.run.model, model)
     kinds = kinds_of(model, run.serving.weights, lambda name: None) if type(model) is Gpt else {}
     if not kinds:
-        return served._replace(described=described)
-    device = torch.device("cpu")
-    return _packed(served, PackedModel(model_maker(described, model.get_parameter, device)[0], model.get_parameter, kinds), described)
+        return served._replace(described=about)
+    make = model_maker(about, model.get_parameter, torch.device("cpu"))[0]
+    return _packed(served, PackedModel(make, model.get_parameter, kinds), about)
 
 
 def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     token = run.hub.token.reveal() if run.hub.token else None
     settings: Any = run.model
+    tokenizer = data.load_tokenizer(settings.pretrained, token=token)
+    if (found := _gpt_of_folder(settings)) is not None:
+        return _by_gpt(_served(name, None, tokenizer, run, nodes, Path(settings.pretrained)), *found)
     model, tensors = _without_numbers(settings) or (None, None)
     if model is None or (nodes == 1 and gpt_conversion(model) is None):
         inner = load(settings, token, as_stored=run.serving.weights in ("auto", "bf16"))
         model, tensors = HuggingFace(inner).to(choose_device(run.training.device)), None
-    tokenizer = data.load_tokenizer(settings.pretrained, token=token)
-    chat = _chat(tokenizer)
-    ends = _ends(model, tokenizer, Path(settings.pretrained)) | chat.ends
-    served = ServedModel(name, model.eval(), tokenizer, chat.template, run.serving, tokenizer.opening, ends, nodes, run=run)
-    served = served._replace(stop_words=chat.stop_words, encoder=encoder_for(tokenizer))
+    served = _served(name, model.eval(), tokenizer, run, nodes, Path(settings.pretrained))
     return _computed(served, tensors or WeightStore(model.state_dict()))
+
+
+def _gguf(file: Path, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> ServedModel | None:
+    """The model of a GGUF file, whose weights are read as they are. None: it is another target, or must be converted."""
+    if file.suffix != ".gguf" or not file.is_file():
+        return None
+    header, folder = check_gguf(file), described(file)
+    run, own = settings_of(str(folder), warn, overrides), _conversion(folder)
+    if own is None:
+        return None
+    try:
+        weights = GgufWeights(file, header, own)
+    except ShoalError as problem:
+        warn(f"{problem}: all weights are converted once")
+        return None
+    kinds = kinds_of(weights.skeleton, run.serving.weights, weights.stored_kind)
+    for change, count in weights.repacked().items() if run.serving.weights == "auto" else ():
+        warn(f"{file.name}: {count} matri{'ces' if count > 1 else 'x'} in a format without a product here: {change}")
+    tokenizer, nodes = data.load_tokenizer(str(folder)), nodes or run.serving.num_nodes or 1
+    model = PackedModel(weights.own.make, lambda name: weights.get(name, kinds.get(name)), kinds, packs=False)
+    return _packed(_served(file.stem, None, tokenizer, run, nodes, folder), model, describe_gpt(weights.own))
+
+
+def _served(name: str, model: Any, tokenizer: data.Tokenizer, run: Run, nodes: int, folder: Path) -> ServedModel:
+    """`folder`: the model's configuration."""
+    chat = _chat(tokenizer)
+    ends = _ends(model, tokenizer, folder) | chat.ends
+    served = ServedModel(name, model, tokenizer, chat.template, run.serving, tokenizer.opening, ends, nodes, run=run)
+    return served._replace(stop_words=chat.stop_words, encoder=encoder_for(tokenizer))
 
 
 class Chat(NamedTuple):
@@ -174,37 +195,43 @@ def encoder_for(tokenizer: data.Tokenizer) -> PromptProcess | None:
 
 def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:
     """The model of Hugging Face by our own layers where they can, else by its own. If it is spread, its numbers stay in their files."""
-    assert served.run is not None
-    own, described, weights = gpt_conversion(served.model), describe_huggingface_model(served.model), served.settings.weights
+    own = gpt_conversion(served.model)
     if own is None:
-        return _by_its_own_layers(served, tensors, described)
+        return _by_its_own_layers(served, tensors, describe_huggingface_model(served.model))
+    return _by_gpt(served, own, tensors)
+
+
+def _by_gpt(served: ServedModel, own: GptConversion, tensors: WeightStore) -> ServedModel:
+    """The model by our own layers, with the tensors of the original."""
+    assert served.run is not None
+    about, weights = describe_gpt(own), served.settings.weights
     if weights == "fp32":
         tensors.served_as = torch.float32
     kinds = kinds_of(own.make(), weights, lambda name: _stored_kind(own, tensors, name))
     device = choose_device(served.run.training.device)
     served = served._replace(gpt_conversion=own)
     if kinds and (served.nodes > 1 or device.type == "cpu" or not set(kinds.values()) <= set(HALF)):
-        return _packed(served, PackedModel(own.make, lambda name: own.tensor(name, tensors.get), kinds), described)
+        return _packed(served, PackedModel(own.make, lambda name: own.tensor(name, tensors.get), kinds), about)
     if weights == "bf16":  # on a GPU the whole model computes in half precision
         tensors.served_as = torch.bfloat16
     model = own.make() if served.nodes > 1 else own.convert(tensors.get).to(device)
-    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described)
+    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=about)
 
 
 def _stored_kind(own: GptConversion, tensors: WeightStore, name: str) -> str | None:
     return joint_kind({stored_kind(tensors.stored_type(source)) for source in own.sources(name)})
 
 
-def _packed(served: ServedModel, model: PackedModel, described: Mapping[str, Any]) -> ServedModel:
+def _packed(served: ServedModel, model: PackedModel, about: Mapping[str, Any]) -> ServedModel:
     """The model with packed layers: whole, or for several machines."""
     assert served.run is not None
     if served.nodes == 1:
-        return served._replace(model=model.load(choose_device(served.run.training.device)), described=described)
-    described = {**described, "weights": model.kinds}
-    return served._replace(model=model.make(), packed=model, tensors=PackedStore(model), described=described)
+        return served._replace(model=model.load(choose_device(served.run.training.device)), described=about)
+    about = {**about, "weights": model.kinds}
+    return served._replace(model=model.make(), packed=model, tensors=PackedStore(model), described=about)
 
 
-def _by_its_own_layers(served: ServedModel, tensors: WeightStore, described: Mapping[str, Any]) -> ServedModel:
+def _by_its_own_layers(served: ServedModel, tensors: WeightStore, about: Mapping[str, Any]) -> ServedModel:
     """A model that only transformers computes. Its linear layers are packed where it is whole. Raises ShoalError."""
     weights, model = served.settings.weights, served.model
     if weights in ("int8", "int4") and served.nodes > 1:
@@ -217,7 +244,32 @@ def _by_its_own_layers(served: ServedModel, tensors: WeightStore, described: Map
     elif weights != "auto":
         tensors.served_as = torch.bfloat16 if weights == "bf16" else torch.float32
         model.to(tensors.served_as)
-    return served._replace(tensors=tensors, described=described)
+    return served._replace(tensors=tensors, described=about)
+
+
+def _gpt_of_folder(settings: Any) -> tuple[GptConversion, WeightStore] | None:
+    """How our own layers compute the model of a folder, and its tensors in their files. None where they do not, or where the files name
+    their tensors otherwise than the model does."""
+    pretrained, folder = Path(settings.pretrained), Path(settings.weights or settings.pretrained)
+    if not folder.is_dir() or settings.from_scratch or not pretrained.is_dir():
+        return None
+    for one in {folder, pretrained}:
+        check_manifest(one)
+    if (own := _conversion(pretrained)) is None:
+        return None
+    if settings.num_layers is not None and settings.num_layers != own.settings.num_layers:
+        layers = own.settings.num_layers
+        raise misfit("model.num_layers", settings.num_layers, f"{pretrained} (model.pretrained) has {layers} layers", str(layers))
+    tensors = WeightStore.of_folder(folder, "inner.")
+    names = (source for name in required_tensors(own.make()) for source in own.sources(name))
+    return (own, tensors) if all(name in tensors for name in names) else None
+
+
+def _conversion(folder: Path) -> GptConversion | None:
+    """How our own layers compute the model of a folder. transformers is asked once for each configuration, and not imported again."""
+    if (own := kept_conversion(folder)) is None and (own := gpt_conversion(meta_model(folder))) is not None:
+        keep_conversion(folder, own)
+    return own
 
 
 def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
@@ -230,15 +282,14 @@ def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
         check_manifest(one)
     model = meta_model(Path(settings.pretrained))
     check_layers(settings, model.inner.config)
-    tensors, own = WeightStore.of_folder(folder, "inner."), gpt_conversion(model)
-    names = required_tensors(model) if own is None else (source for name in required_tensors(own.make()) for source in own.sources(name))
-    return (model, tensors) if all(name in tensors for name in names) else None
+    tensors = WeightStore.of_folder(folder, "inner.")
+    return (model, tensors) if all(name in tensors for name in required_tensors(model)) else None
 
 
 def _ends(model: Any, tokenizer: data.Tokenizer, folder: Path) -> frozenset[int]:
     """The ids after which an answer is over: the tokenizer's, and those that the model's files name."""
     named = [tokenizer.eos_id, getattr(getattr(getattr(model, "inner", None), "config", None), "eos_token_id", None)]
-    named.append(_read_object(folder / "generation_config.json").get("eos_token_id"))
+    named += [_read_object(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
     ids = [one for several in named for one in (several if isinstance(several, list) else [several])]
     return frozenset(one for one in ids if type(one) is int)
 

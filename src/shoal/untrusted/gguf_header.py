@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from shoal.errors import ShoalError
 from shoal.untrusted.huggingface import check_config
@@ -23,13 +23,34 @@ _LEAST_BYTES = 50 / 256
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_VOCABULARY, _RULE = _NAMES = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-"""The kind of the vocabulary, and the rule by which it cuts texts into words."""
+_VOCABULARY, _RULE, _ARCHITECTURE = _NAMES = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "general.architecture")
+"""The kind of the vocabulary, the rule by which it cuts texts into words, and the kind of the model."""
+_ALIGNMENT, _MOST_ALIGNMENT = 32, 1 << 20
+"""Tensors begin at multiples of this, where the file names no other."""
 
 
-def check_gguf(file: Path) -> str | None:
-    """The name of the rule by which a byte-level vocabulary cuts texts into words; None: it has none. Raises ShoalError where the header of
-    a GGUF file is malformed or claims more than the file has."""
+class GgufTensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    shape: tuple[int, ...]
+    """Rows before columns, as torch has it; the file has it the other way round."""
+    format: int
+    offset: int
+    """From the start of the file."""
+
+
+class GgufHeader(NamedTuple):
+    """What the header of a GGUF file says."""
+
+    rule: str | None
+    """The name of the rule by which a byte-level vocabulary cuts texts into words; None: it has none."""
+    architecture: str
+    tensors: dict[str, GgufTensor]
+
+
+def check_gguf(file: Path) -> GgufHeader:
+    """Raises ShoalError where the header of a GGUF file is malformed or claims more than the file has. How many bytes a tensor has depends
+    on its format, and is checked where it is read."""
     try:
         with file.open("rb") as content:
             return _Header(file, content).check()
@@ -43,7 +64,7 @@ class _Header:
         self.size = file.stat().st_size
         self.array_items = 0
 
-    def check(self) -> str | None:
+    def check(self) -> GgufHeader:
         if self._bytes(4) != b"GGUF":
             self._refuse("it does not begin with GGUF")
         if (version := self._number("I")) not in _VERSIONS:
@@ -58,23 +79,29 @@ class _Header:
             else:
                 fields[key] = self._value(kind)
         check_config(fields, str(self.file))
-        if sum(self._elements() for _ in range(tensors)) * _LEAST_BYTES > self.size:
+        found = [self._tensor() for _ in range(tensors)]
+        if sum(math.prod(one.shape) for _, one in found) * _LEAST_BYTES > self.size:
             self._refuse("its tensors need more bytes than it has")
-        return names.get(_RULE) if names.get(_VOCABULARY) == "gpt2" else None
+        align = fields.get("general.alignment", _ALIGNMENT)
+        if type(align) is not int or not 1 <= align <= _MOST_ALIGNMENT:
+            self._refuse(f"its alignment is {align}")
+        start = -(-self.content.tell() // align) * align
+        placed = {name: one._replace(offset=start + one.offset) for name, one in found}
+        rule = names.get(_RULE) if names.get(_VOCABULARY) == "gpt2" else None
+        return GgufHeader(rule, names.get(_ARCHITECTURE, ""), placed)
 
     def _count(self, what: str) -> int:
         if (count := self._number("Q")) > _MOST_ENTRIES:
             self._refuse(f"it claims {count:,} {what}, and at most {_MOST_ENTRIES:,} are allowed")
         return count
 
-    def _elements(self) -> int:
-        """The numbers of the next tensor."""
-        self._text(_LONGEST_KEY)
+    def _tensor(self) -> tuple[str, GgufTensor]:
+        """The name of the next tensor, and where it lies after the header."""
+        name = self._text(_LONGEST_KEY).decode("utf-8", "replace")
         if (dimensions := self._number("I")) > _MOST_DIMENSIONS:
             self._refuse(f"a tensor has {dimensions:,} dimensions")
-        count = math.prod(self._number("Q") for _ in range(dimensions))
-        self._bytes(12)  # its format and where it begins, which the library checks
-        return count
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        return name, GgufTensor(shape, self._number("I"), self._number("Q"))
 
     def _value(self, kind: int) -> Any:
         """A number, or None for a text or an array, which are skipped."""

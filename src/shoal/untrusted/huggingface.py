@@ -109,6 +109,16 @@ def read_gguf(file: Path) -> tuple[Any, Any]:
         return model, tokenizers.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
 
 
+def read_gguf_description(file: Path) -> tuple[Any, Any]:
+    """The configuration and the tokenizer of a GGUF file whose header was checked."""
+    import transformers
+
+    folder = str(file.parent)
+    with _malformed_is_a_value_error(str(file)):
+        config = transformers.AutoConfig.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
+        return config, transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
+
+
 def _read(auto_class: Any, name: str, config: Any, token: str | None, **options: Any) -> tuple[nn.Module, Mapping[str, Any]]:
     with _malformed_is_a_value_error(name), _few_modules(name):
         return auto_class.from_pretrained(

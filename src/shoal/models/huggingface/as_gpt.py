@@ -34,7 +34,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2")
 _ROTARY_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
 _TOLERANCE = 1e-4
-_MOST_POSITIONS = 1 << 21
+MOST_POSITIONS = 1 << 21
 
 
 class GptConversion:
@@ -42,14 +42,15 @@ class GptConversion:
 
     def __init__(self, inner: Any) -> None:
         """Raises ShoalError, AttributeError or similar for other architectures."""
-        self.config = config = inner.config
+        self.config: Any = inner.config
+        config = self.config
         self.vocab_size: int = config.vocab_size
         self.gpt2 = config.model_type == "gpt2"
         self.names: Mapping[str, Any] = GPT2_NAMES if self.gpt2 else LLAMA_NAMES
         self.settings = _of_gpt2(config) if self.gpt2 else _of_llama(config)
         self.trains_alike = _dropouts(config) == {self.settings.dropout}
         """Whether training drops the same shares of activations."""
-        if self.settings.max_seq_len > _MOST_POSITIONS:
+        if self.settings.max_seq_len > MOST_POSITIONS:
             raise ShoalError("its table of positions would fill the memory")
         self.frequencies: Tensor | None = None
         self.variant = PLAIN
@@ -63,6 +64,15 @@ class GptConversion:
                     rotary = type(rotary)(config=config)
             self.frequencies = rotary.inv_freq
             self.variant = _variant(config, decoder.layers[0].self_attn.q_proj.bias is not None)
+
+    @classmethod
+    def from_parts(cls, settings: schema.Gpt, vocab_size: int, gpt2: bool, frequencies: Tensor | None, variant: Variant) -> GptConversion:
+        """A conversion without the model's own configuration: see `gpt_description.py`."""
+        made = cls.__new__(cls)
+        made.config, made.vocab_size, made.gpt2, made.settings = None, vocab_size, gpt2, settings
+        made.names = GPT2_NAMES if gpt2 else LLAMA_NAMES
+        made.frequencies, made.variant, made.trains_alike = frequencies, variant, False
+        return made
 
     def make(self, kind: type[Gpt] = Gpt) -> Gpt:
         """The model without weights."""

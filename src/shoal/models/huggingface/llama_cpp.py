@@ -31,7 +31,7 @@ _FAMILIES: Mapping[str, tuple[str, Names]] = {
     "gpt_neox": ("gptneox", NEOX_NAMES),
 }
 """llama.cpp's name of the architecture, and the names of the tensors, by transformers' type of the model."""
-_GGUF_NAMES: Mapping[str, tuple[str, ...]] = {
+GGUF_NAMES: Mapping[str, tuple[str, ...]] = {
     "token_embedding": ("token_embd",),
     "position_embedding": ("position_embd",),
     "norm": ("output_norm",),
@@ -45,7 +45,7 @@ _GGUF_NAMES: Mapping[str, tuple[str, ...]] = {
     "feed_forward.up": ("ffn_gate", "ffn_up"),
     "feed_forward.down": ("ffn_down",),
 }
-_ONE_PRODUCT = {"attention.query_key_value": ("attn_qkv",), "feed_forward.up": ("ffn_up",)}
+ONE_PRODUCT = {"attention.query_key_value": ("attn_qkv",), "feed_forward.up": ("ffn_up",)}
 """The names where a family has one matrix for all."""
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Activations that are GELU with tanh, as llama.cpp computes it."""
@@ -216,4 +216,4 @@ def _named(inner: Any, names: Names, architecture: str) -> dict[str, str]:
 
 
 def _targets(module: str, sources: tuple[str, ...]) -> tuple[str, ...]:
-    return _ONE_PRODUCT[module] if len(sources) == 1 and module in _ONE_PRODUCT else _GGUF_NAMES[module]
+    return ONE_PRODUCT[module] if len(sources) == 1 and module in ONE_PRODUCT else GGUF_NAMES[module]

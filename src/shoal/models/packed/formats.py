@@ -8,7 +8,7 @@ Shapes: N rows (outputs), D columns (inputs), G groups of a row, X bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,15 +53,27 @@ def packed(weight_ND: Tensor, kind: str) -> Tensor:
     """The bytes [X] of a matrix."""
     if kind in HALF:
         return weight_ND.to(HALF[kind]).contiguous().view(torch.uint8).flatten()
-    parts = [(_int8 if kind == "int8" else _int4)(weight_ND[rows].float()) for rows in _row_blocks(*weight_ND.shape)]
-    codes, scales = (torch.cat(one, dim) for one, dim in zip(zip(*parts, strict=True), (0, -2), strict=True))
-    return torch.cat([codes.contiguous().view(torch.uint8).flatten(), scales.contiguous().view(torch.uint8).flatten()])
+    return joined([packed_rows(weight_ND[rows], kind) for rows in row_blocks(*weight_ND.shape)])
+
+
+def packed_rows(weight_ND: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Some rows of a matrix in the form of `codes_and_scales`."""
+    if kind in HALF:
+        return weight_ND.to(HALF[kind]), None
+    return (_int8 if kind == "int8" else _int4)(weight_ND.float())
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The bytes [X] of a matrix, from its rows in the form of `codes_and_scales`."""
+    scales = [scales for _, scales in parts if scales is not None]
+    tensors = [torch.cat([codes for codes, _ in parts]), *([torch.cat(scales, -2)] if scales else [])]
+    return torch.cat([one.contiguous().view(torch.uint8).flatten() for one in tensors])
 
 
 def unpacked(raw_X: Tensor, shape: PackedShape) -> Iterator[Tensor]:
     """The matrix in float32, some rows at a time."""
     codes, scales = codes_and_scales(raw_X, shape)
-    for rows in _row_blocks(shape.rows, shape.columns):
+    for rows in row_blocks(shape.rows, shape.columns):
         yield unpacked_rows(codes[rows], scales[..., rows, :] if scales is not None else None)
 
 
@@ -88,7 +100,7 @@ def codes_and_scales(raw_X: Tensor, shape: PackedShape) -> tuple[Tensor, Tensor 
     return raw_X[:half].view(rows, columns // 2), raw_X[half:].view(torch.bfloat16).view(columns // GROUP, rows, 2)
 
 
-def _row_blocks(rows: int, columns: int) -> Iterator[slice]:
+def row_blocks(rows: int, columns: int) -> Iterator[slice]:
     step = max(1, _AT_A_TIME // columns)
     yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 

@@ -71,7 +71,7 @@ def pack_layers(model: nn.Module, kind_of: Callable[[str, nn.Module], str | None
     if "token_embedding.weight" in found and getattr(model, "output", None) is None:
         model.packed_output = model.token_embedding.product  # type: ignore[union-attr]
     elif "output.weight" in found:
-        model.packed_output = model.output
+        model.packed_output = model.output.product  # type: ignore[union-attr]
     return found
 
 

@@ -15,7 +15,8 @@ from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.config.received import Permissions, limit_run
 from shoal.errors import ShoalError
-from shoal.models.huggingface.as_gpt import Get, gpt_conversion
+from shoal.models.huggingface.as_gpt import Get, GptConversion, gpt_conversion
+from shoal.models.huggingface.gpt_description import describe, described
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.packed.layers import checked_kinds
 from shoal.models.packed.model import PackedModel
@@ -33,10 +34,12 @@ def model_maker(model: Mapping[str, Any], get: Get, device: torch.device) -> tup
 
 
 def _plain_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
+    if model.get("gpt") is not None:
+        own = described(model["gpt"])
+        return own.make, lambda name: own.tensor(name, get)
     if model.get("config") is not None:
         made = _hugging_face(model["config"])
-        own = gpt_conversion(made)
-        return (lambda: made, get) if own is None else (own.make, lambda name: own.tensor(name, get))
+        return lambda: made, get
     settings = dict(model["settings"])
     if settings.get("retrieval"):
         settings["retrieval"] = {**settings["retrieval"], "passages": None, "index": None}  # the server finds the passages
@@ -69,7 +72,13 @@ def describe_own_model(settings: Any, model: Any) -> dict[str, Any]:
 
 
 def describe_huggingface_model(model: HuggingFace) -> dict[str, Any]:
-    return {"config": json.dumps(model.inner.config.to_dict(), default=str)}
+    """The same for a model of Hugging Face: how Shoal's own layers compute it, or its configuration where they do not."""
+    own = gpt_conversion(model)
+    return describe_gpt(own) if own is not None else {"config": json.dumps(model.inner.config.to_dict(), default=str)}
+
+
+def describe_gpt(own: GptConversion) -> dict[str, Any]:
+    return {"gpt": describe(own)}
 
 
 def meta_model(folder: Path) -> HuggingFace:
