@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
+from shoal.models.layers.swiglu import swiglu
 
 LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms", "bias": False}
 KINDS = [
@@ -33,6 +34,27 @@ def shaken(model: torch.nn.Module) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval()
+
+
+def test_swiglu_keeps_its_input_alone_and_has_the_gradient_of_autograd_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inner, slope = (torch.randn(2, 5, width, generator=generator) for width in (16, 8))
+    inner.requires_grad_()
+    kept = set[int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = swiglu(inner)
+    assert kept == {inner.untyped_storage().data_ptr()}
+    gate, content = inner.chunk(2, dim=-1)
+    plain = F.silu(gate) * content
+    assert torch.equal(found, plain)
+    assert torch.equal(*(torch.autograd.grad(one, inner, slope)[0] for one in (found, plain)))
+    vectorised = torch.func.vmap(torch.func.grad(lambda x: (swiglu(x) * slope[0]).sum()))(inner.detach())
+    torch.testing.assert_close(vectorised[0], torch.autograd.grad((F.silu(gate) * content)[0], inner, slope[0])[0][0])
 
 
 # --- the same numbers as transformers ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.documents import attend_inside
 from shoal.models.layers.rotary import rotate, turns_in_one_pass
+from shoal.models.layers.swiglu import swiglu
 from shoal.models.transformer import PLAIN, BlockPart, LayerInputs, RmsNorm, SideOutputs, Trunk, Variant
 
 
@@ -93,20 +94,23 @@ class FeedForward(BlockPart):
     def __init__(self, settings: schema.Transformer, variant: Variant = PLAIN) -> None:
         super().__init__()
         self.dropout = settings.dropout
-        self.gated, self.gelu_gate = settings.feed_forward == "swiglu", variant.gelu_gate
+        self.gated = settings.feed_forward == "swiglu"
+        self.gelu_gate = self.gated and variant.gelu_gate
         inner = settings.intermediate_size or 4 * settings.hidden_size
         self.up = nn.Linear(settings.hidden_size, 2 * inner if self.gated else inner, bias=settings.bias)
         self.down = nn.Linear(inner, settings.hidden_size, bias=settings.bias)
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         inner = self.up(x_BLD)
-        if self.gated and not self.gelu_gate and _learns_in_half(inner):
+        if self.gelu_gate:
+            gate, content = inner.chunk(2, dim=-1)
+            inner = F.gelu(gate, approximate="tanh") * content
+        elif self.gated and _learns_in_half(inner):
             from shoal.models.kernels.swiglu import plain_swiglu
 
             inner = plain_swiglu(inner)
         elif self.gated:
-            gate, content = inner.chunk(2, dim=-1)
-            inner = (F.gelu(gate, approximate="tanh") if self.gelu_gate else F.silu(gate)) * content
+            inner = swiglu(inner)
         else:
             inner = F.gelu(inner, approximate="tanh")
         return F.dropout(self.down(inner), self.dropout, self.training), {}
