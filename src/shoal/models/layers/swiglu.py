@@ -14,7 +14,7 @@ def swiglu(inner: Tensor) -> Tensor:
     """SiLU of the first half of the columns, the gate, times the second half."""
     learns = torch.is_grad_enabled() and inner.requires_grad
     if learns and inner.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _SwiGlu.apply(inner)  # type: ignore[no-any-return, no-untyped-call]
+        return _SwiGlu.apply(inner)  # type: ignore[no-untyped-call]
     gate, content = inner.chunk(2, dim=-1)
     return F.silu(gate) * content
 
@@ -23,7 +23,7 @@ class _SwiGlu(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(inner: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(inner: Tensor) -> Tensor:
         gate, content = inner.chunk(2, dim=-1)
         return F.silu(gate).mul_(content)
 
@@ -32,7 +32,7 @@ class _SwiGlu(torch.autograd.Function):
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
         (inner,) = ctx.saved_tensors
         gate, content = inner.chunk(2, dim=-1)
         return torch.cat([torch.ops.aten.silu_backward(slope * content, gate), F.silu(gate) * slope], dim=-1)
