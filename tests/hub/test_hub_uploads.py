@@ -64,6 +64,16 @@ def test_a_run_is_pushed_whole(hub: FakeHub, capsys: pytest.CaptureFixture[str],
     assert f"to {hub.url}/me/digits, last at step 12" in capsys.readouterr().err
 
 
+def test_the_best_weights_are_pushed_where_they_are_kept(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a learning rate no evaluation is better than the first."""
+    first = ("checkpoint.best=loss", "evaluation.strategy=steps", "evaluation.every_steps=6", "training.optimizer.learning_rate=0")
+    assert train(*first) == 0
+    assert hub.repos["me/digits"].commits[-1].summary == "Step 6 of 12"
+    pushed, best = load_tensors(hub.repos["me/digits"].files["model.safetensors"]), load_file("run/best/step-00000006/weights.safetensors")
+    assert all(pushed[name].equal(best[name]) for name in best)
+    assert "uploading step 6, whose weights are the best of 12, to" in capsys.readouterr().err
+
+
 def test_every_interval_is_pushed_when_the_hub_keeps_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.reporters.hub import HubUploads
     from shoal.runs.training.loop import TrainingLoop

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal
 from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as module
 from shoal.runs.folder.checkpoint import Checkpoints, find_checkpoint, read_checkpoint
 from shoal.updates.state_packing import packed, unpacked
+from tests.support.small_runs import DIGITS
 
 STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}
 
@@ -50,6 +55,66 @@ def test_a_copied_checkpoint_holds_what_there_was_whenever_it_is_written(tmp_pat
     assert torch.equal(found.weights["model.w"], torch.ones(2))
     assert torch.equal(found.state["moment"], torch.ones(2))
     assert found.state["counts"] == {"x": 1}
+
+
+TRAINS = """\
+import os, sys, threading
+import shoal
+from shoal.runs.folder import checkpoint
+from shoal.runs.monitoring import recorder
+
+recorder.may_save_behind = lambda engine: True
+checkpoint.HostCopies.reserve = lambda copies, size: None
+write = checkpoint._save
+
+
+def write_half(path, values, *more):
+    if "step-00000004" in str(path) and path.name.startswith("state"):
+        path.write_bytes(b"half")
+        os.write(1, b"writing\\n")
+        threading.Event().wait()
+    write(path, values, *more)
+
+
+checkpoint._save = write_half
+shoal.train(sys.argv[1], run_dir=sys.argv[2], progress=False)
+"""
+
+
+def test_a_kill_while_a_thread_writes_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(f"{DIGITS}training: {{max_steps: 6, device: cpu}}\ncheckpoint: {{strategy: steps, every_steps: 2}}\n")
+    with subprocess.Popen([sys.executable, "-c", TRAINS, "config.yaml", "run"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        process.kill()
+    assert {path.name for path in Path("run/checkpoints").iterdir()} == {"latest", "step-00000002", ".partial-step-00000004"}
+    resumed = shoal.train("config.yaml", run_dir="run", resume=True, progress=False)
+    assert str(resumed.summary["resumed_from"]).endswith("step-00000002")
+    whole = shoal.train("config.yaml", run_dir="whole", progress=False)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_full_disk_behind_a_run_is_reported_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shoal.runs.monitoring.recorder.may_save_behind", lambda engine: True)
+    monkeypatch.setattr(module.HostCopies, "reserve", lambda copies, size: None)  # there is no page-locked memory here
+    write = module._save
+
+    def refuse(path: Path, *more: Any) -> None:
+        if "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, *more)
+
+    monkeypatch.setattr(module, "_save", refuse)
+    Path("config.yaml").write_text(f"{DIGITS}training: {{max_steps: 6, device: cpu}}\ncheckpoint: {{strategy: steps, every_steps: 2}}\n")
+    result = shoal.train("config.yaml", run_dir="run")
+    assert result.status == "completed"
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == ["step-00000002", "step-00000006"]
 
 
 def test_a_thread_writes_the_values_of_the_moment_one_checkpoint_at_a_time(tmp_path: Path) -> None:

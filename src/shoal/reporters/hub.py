@@ -20,6 +20,7 @@ from shoal.reporters.background_push import Pusher, Snapshot
 from shoal.reporters.hub_repository import PushError, Repository
 from shoal.reporters.model_card import facts_of, write_card
 from shoal.runs.folder import plugin_record
+from shoal.runs.monitoring.best_weights import newest_best
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 LAST_PUSH_S = 60.0
@@ -29,7 +30,10 @@ _SHORTEST_SECRET = 6
 
 
 class HubUploads(Reporter):
-    """The reporter that pushes weights, the newest sample, settings, metrics and a model card."""
+    """The reporter that pushes weights, the newest sample, settings, metrics and a model card.
+
+    The weights are those that an export takes: the best if the run keeps them, else the newest or their average.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -52,9 +56,11 @@ class HubUploads(Reporter):
             return
         pusher, step = self.pusher, self.recorder.step
         if summary["status"] != "failed" and step:
-            self._offer()
+            offered = self._offer()
             self._report()
-            self.recorder.message(f"uploading {self.recorder.step_name} {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
+            of_all = f", whose weights are the best of {step}," if offered not in (None, step) else ""
+            what = f"{self.recorder.step_name} {step if offered is None else offered}{of_all}"
+            self.recorder.message(f"uploading {what} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
         self._report()
         if pusher.trouble:
@@ -70,14 +76,17 @@ class HubUploads(Reporter):
         while not self.pusher.messages.empty():
             self.recorder.message(self.pusher.messages.get())
 
-    def _offer(self) -> None:
+    def _offer(self) -> int | None:
+        """Offer a copy to the pusher; returns the step of its weights, None where there is no copy."""
         try:
-            weights = {
-                name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.averaged_weights().items()
-            }
-            self.pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
+            best = newest_best(self.folder, self.recorder.message)
+            step, found = (best.step, best.weights) if best is not None else (self.recorder.step, self.recorder.engine.averaged_weights())
+            weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in found.items()}
+            self.pusher.offer(Snapshot(step, facts_of(self.recorder)._replace(step=step), weights))
+            return step
         except (MemoryError, RuntimeError, ShoalError) as error:  # PyTorch reports a lack of memory as either of the first two
             self.recorder.message(f"warning: no copy of {self.recorder.step_name} {self.recorder.step} for the hub: {error}")
+            return None
 
     # --- in the pusher's thread ----------------------------------------------------------------------
 

@@ -280,6 +280,7 @@ class Recorder:
         if not self.engine.finite():
             raise ShoalError(f"the weights are not finite at {self.step_name} {self.step}; the checkpoints before it are untouched")
         if not wait and may_save_behind(self.engine):
+            self.wait_for_checkpoint()
             self.checkpoints.save_behind(self.step, self.engine.weights(), state)
         else:
             self.checkpoints.save(self.step, self.engine.weights(), state, self.engine.world)
