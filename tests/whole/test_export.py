@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from shoal.cli.main import main
 from shoal.runs.trained_model import open_run
 
-transformers = pytest.importorskip("transformers")
+transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 TEXT = ["--set", "data.source.kind=text", "--set", "data.source.path=text.txt", "--set", "data.tokenizer=bytes"]
 SHORT = [
     "--set",
@@ -91,6 +91,30 @@ def test_adapters_are_exported_alone_and_peft_loads_them_to_the_same_logits(caps
         base = transformers.AutoModelForCausalLM.from_pretrained("start")
         torch.testing.assert_close(peft.PeftModel.from_pretrained(base, place).eval()(ids).logits, expected, rtol=0.0, atol=2e-6)
         assert sorted(path.name for path in Path(place).glob("*.safetensors")) == ["adapter_model.safetensors"]
+
+
+@pytest.mark.whole
+def test_workers_train_adapters_that_are_smaller_than_the_tokenizer_over_weights_of_4_bits() -> None:
+    pytest.importorskip("peft")
+    words = {word: number for number, word in enumerate(["[UNK]", *Path("text.txt").read_text().split()[:9]])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[UNK]").save_pretrained("start")
+    with Path("start/tokenizer.json").open("a") as file:
+        file.write(" " * 1_500_000)
+    shape = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, bos_token_id=None, eos_token_id=0
+    )
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained("start")
+    model = {"model.kind": "huggingface", "model.pretrained": "start", "model.lora.rank": "2", "model.load": "nf4"}
+    model |= {"strategy.kind": "diloco", "strategy.inner_steps": "1", "transport.kind": "in-process", "data.tokenizer": "null"}
+    train("--workers", "2", *[word for name, value in model.items() for word in ("--set", f"{name}={value}")])
+    trained = open_run("run", lambda text: None)
+    ids = torch.arange(10).view(2, 5)
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained("run/model").eval()(ids).logits
+        torch.testing.assert_close(found, trained.task.players["model"](ids), rtol=0.0, atol=2e-6)
+    assert any(value.abs().sum() > 0 for name, value in trained.checkpoint.weights.items() if "lora_B" in name), "it is the trained one"
 
 
 def test_a_run_without_lora_has_no_adapters_to_export(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def _coordinating(
     _warn_of_gaps(place, hosts, run, agreed, warn)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
     welcome = _welcome(run, directory, agreed, learner)
-    opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
+    opened = home.open(directory, welcome, _largest_frame(run, learner, welcome), agreed.expected)
     opened = opened._replace(board=opened.board if agreed.policies.feed.leased else None)
     plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
     for reporter in reporters if run.scheduled and agreed.above is None and _cut(run, agreed).note else ():
@@ -279,10 +279,11 @@ def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed
         warn("the workers train in fp8, and evaluations are done in bf16: the coordinator multiplies on the CPU, which has no fp8")
 
 
-def _largest_frame(run: Run, learner: EngineLearner) -> int:
-    """Upper bound of the bytes of a frame in this run."""
+def _largest_frame(run: Run, learner: EngineLearner, welcome: Message) -> int:
+    """Upper bound of the bytes of a frame in this run. LoRA matrices may be smaller than a file of the tokenizer."""
     size = learner.vector.numel()
-    return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
+    files = (len(frame) for frame in welcome.frames)
+    return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel(), *files) + (1 << 20)
 
 
 def _welcome(run: Run, directory: RunDirectory, agreed: RunAgreement, learner: EngineLearner) -> Message:
