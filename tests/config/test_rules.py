@@ -62,6 +62,7 @@ BROKEN = [
     ("model", "engine: {kind: fsdp}\n" + OWN + "lora: {rank: 2}}\n", ["model.layers", "engine.kind"]),
     ("model", OWN + "lora: {rank: 2, dora: true}}\n", ["model.layers", "model.lora.dora"]),
     ("model", OWN + "load: nf4, lora: {rank: 2}}\n", ["model.layers"]),
+    ("gguf", "model: {kind: huggingface, pretrained: model.gguf}\n", ["model.pretrained"]),
     ("load", "engine: {kind: fsdp}\n" + FEW_BITS, ["model.load", "engine.kind"]),
     ("load", "engine: {kind: deepspeed, zero_stage: 3}\n" + FEW_BITS, ["model.load", "engine.zero_stage"]),
     ("load", "training: {precision: {kind: nvfp4}}\n" + FEW_BITS, ["training.precision.kind", "model.load"]),

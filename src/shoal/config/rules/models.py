@@ -120,6 +120,14 @@ def weights_are_fresh_or_given(settings: Settings, from_scratch: bool, weights: 
         settings.report("model", "fresh weights and given ones contradict each other", "model.from_scratch", "model.weights")
 
 
+@rule("model.pretrained")
+def training_starts_from_a_folder(settings: Settings, pretrained: str) -> None:
+    if pretrained.endswith(".gguf"):
+        message = f"{pretrained} is a GGUF file, and training starts from a folder of Hugging Face"
+        help = f"write one with `shoal export {pretrained} FOLDER`, and name it here"
+        settings.report("gguf", message, "model.pretrained", help=help)
+
+
 @rule("model.positions", "model.hidden_size", "model.num_heads")
 def rotary_positions_turn_pairs(settings: Settings, positions: str, width: int, heads: int) -> None:
     if positions == "rotary" and width % heads == 0 and (width // heads) % 2:
