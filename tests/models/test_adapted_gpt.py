@@ -104,19 +104,22 @@ def test_dropout_of_adapters_draws_what_peft_draws(tmp_path):
 
 def test_steps_are_the_same_and_leave_frozen_weights(tmp_path):
     written("llama", tmp_path, **LLAMA)
-    losses, vectors = {}, {}
+    losses, vectors, engines = {}, {}, {}
     for layers in ("auto", "original"):
         run = run_of(tmp_path, layers, {}, gradient_checkpointing=True)
         engine = SingleEngine(run, LanguageModelling(build(run, DataShapes(vocab_size=50))), torch.device("cpu"), 10)
         network: Any = engine.task.players["model"]
         frozen = {name: value.clone() for name, value in network.named_parameters() if not value.requires_grad}
         losses[layers] = [float(engine.step([BATCH]).metrics["loss"]) for _ in range(3)]
-        vectors[layers] = engine.vector
+        vectors[layers], engines[layers] = engine.vector.clone(), engine
         assert all(torch.equal(value, frozen[name]) for name, value in network.named_parameters() if name in frozen)
         assert all(value.grad is None for value in network.parameters() if not value.requires_grad)
     assert losses["auto"] == pytest.approx(losses["original"], rel=1e-5)
     assert losses["auto"][-1] < losses["auto"][0]
     torch.testing.assert_close(vectors["auto"], vectors["original"], atol=1e-6, rtol=1e-4)
+    for one, other in (("auto", "original"), ("original", "auto")):  # as a checkpoint that goes on with another engine
+        engines[one].load_weights({name: value.clone() for name, value in engines[other].weights().items()})
+        assert torch.equal(engines[one].vector, engines[other].vector)
 
 
 @pytest.mark.parametrize(

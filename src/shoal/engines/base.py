@@ -520,6 +520,10 @@ class Engine(ABC):
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         own = self.weights()
+        if own.keys() != tensors.keys():  # perhaps other layers trained: an engine may keep those of transformers
+            from shoal.models.huggingface.as_gpt import named_as_in
+
+            tensors = named_as_in(self.task.players, tensors)
         wrong = sorted(set(own) ^ set(tensors)) or [name for name in own if own[name].shape != tensors[name].shape]
         if wrong:
             raise ShoalError(f"the checkpoint is of another model: `{wrong[0]}` does not fit")

@@ -242,6 +242,8 @@ def _cut(run: Run, agreed: RunAgreement) -> TaskSplit:
 
 def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:
     """Restore the run from its last snapshot, start from another run's weights, or leave the initial weights."""
+    for note in loop.engine.notes:
+        loop.message(note)
     snapshots, weights = loop.store.snapshots, run.coordinator.checkpoint_path
     snapshot = snapshots.newest(warn) if resume else None
     if snapshot is not None:

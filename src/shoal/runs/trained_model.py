@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from shoal import data, models, tasks
 from shoal.config import Run
@@ -18,7 +16,7 @@ from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
-from shoal.models.huggingface.as_gpt import weights_for
+from shoal.models.huggingface.as_gpt import named_as_in
 from shoal.models.stages import load_tensors
 from shoal.runs.build_run import stream_text
 from shoal.runs.converted_models import converted
@@ -150,17 +148,7 @@ def weights_for_task(path: str, task: tasks.Task, warn: Callable[[str], None]) -
     task. Raises ShoalError."""
     pushed = run_folder_of(path) / PUSHED
     found = read_weights(pushed) if pushed.exists() else find_weights(path, warn)
-    return Checkpoint(found.path, found.step, _named_as_in(task, found.weights_to_use), {})
-
-
-def _named_as_in(task: tasks.Task, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names that they have in the networks of a task, whichever layers trained."""
-    found = dict(saved)
-    for player, network in task.players.items():
-        prefix = f"{player}.trunk." if hasattr(network, "trunk") else f"{player}."
-        own = {name.removeprefix(prefix): found.pop(name) for name in saved if name.startswith(prefix)}
-        found |= {f"{prefix}{name}": value for name, value in weights_for(getattr(network, "trunk", network), own).items()}
-    return found
+    return Checkpoint(found.path, found.step, named_as_in(task.players, found.weights_to_use), {})
 
 
 def _evaluating(run: Run, shapes: DataShapes, device: str = "cpu") -> tasks.Task:

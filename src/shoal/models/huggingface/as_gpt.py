@@ -278,6 +278,16 @@ def _rows_like(slot: Tensor, theirs: Mapping[str, str], weights: Mapping[str, Te
     return get
 
 
+def named_as_in(players: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of several networks, named `player.weight`, by the names that they have in these networks, whichever layers trained."""
+    found = dict(saved)
+    for player, network in players.items():
+        prefix = f"{player}.trunk." if hasattr(network, "trunk") else f"{player}."
+        own = {name.removeprefix(prefix): found.pop(name) for name in saved if name.startswith(prefix)}
+        found |= {f"{prefix}{name}": value for name, value in weights_for(getattr(network, "trunk", network), own).items()}
+    return found
+
+
 def as_huggingface(model: Any) -> HuggingFace:
     """A network that was converted, as a model of transformers again."""
     conversion: GptConversion = model.conversion
