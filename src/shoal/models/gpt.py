@@ -42,10 +42,12 @@ class Attention(BlockPart):
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, inputs.turns)
-        if cache is not None:
-            key_BKSE, value_BKSE = cache.append(key_BKSE, value_BKSE)
         dropout = self.weights_dropout if self.training else 0.0
-        if inputs.documents is not None:
+        if cache is not None and not cache.attends:
+            key_BKSE, value_BKSE = cache.append(key_BKSE, value_BKSE)
+        if cache is not None and cache.attends:
+            attended_BHLE = cache.attend(query_BHLE, key_BKSE, value_BKSE)
+        elif inputs.documents is not None:
             attended_BHLE = attend_inside(query_BHLE, key_BKSE, value_BKSE, inputs.documents, dropout)
         else:
             attended_BHLE = F.scaled_dot_product_attention(

@@ -333,11 +333,12 @@ class Trunk(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
         document_lengths: Tensor | None = None,
+        positions_BL: Tensor | None = None,
     ) -> Tensor:
-        """Embed the tokens: the residual stream before the first layer."""
+        """Embed the tokens: the residual stream before the first layer. `positions_BL`: their positions, where rows differ in them."""
         length = past + input_ids_BL.shape[1]
         longest = length if document_lengths is None or length <= self.max_seq_len else int(document_lengths.max())
-        if longest > self.max_seq_len:
+        if longest > self.max_seq_len and positions_BL is None:
             raise ShoalError(f"a sequence of {longest} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
         x_BLD: Tensor
         if beside is not None and self.output is None and self.token_embedding.can_lend:
@@ -349,7 +350,9 @@ class Trunk(nn.Module):
         if self.position_embedding is not None:
             # With padding on the left, positions count from the first real token. The module is called in both cases: processes that shard
             # its weights must gather them in the same order, whether or not their rows are padded
-            if document_lengths is not None:
+            if positions_BL is not None:
+                positions = positions_BL
+            elif document_lengths is not None:
                 positions = packed_documents(document_lengths, length).positions_BL
             elif attention_mask is not None:
                 positions = _positions(attention_mask)[:, past:]

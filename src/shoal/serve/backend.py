@@ -18,7 +18,7 @@ from shoal.models.generation.side_texts import SideTextReader, SideTexts
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.packed.layers import byte_count, number_count
 from shoal.serve.batched_kv_caches import KvCaches
-from shoal.serve.batching import ForwardBatch, MachineEntry, moving_average
+from shoal.serve.batching import Backend, ForwardBatch, MachineEntry, moving_average
 from shoal.serve.nodes.layer_host import memory_for_layers
 
 LONGEST_UNBOUNDED = 32_768
@@ -36,7 +36,7 @@ def reads_beside(model: Any) -> bool:
     return getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """The whole model on this machine."""
 
     microbatches = 1
@@ -54,6 +54,9 @@ class LocalBackend:
         self.caches = KvCaches(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
         self._readers: dict[int, SideTextReader] = {}
         self._pending: deque[ForwardBatch] = deque()
+
+    def prepare(self) -> None:
+        """Nothing is compiled or recorded."""
 
     def start(self, batch: ForwardBatch) -> None:
         self._pending.append(batch)
@@ -100,8 +103,13 @@ class LocalBackend:
         self._readers.pop(request, None)
 
     def machines(self) -> list[MachineEntry]:
-        count, size = number_count(self.model), byte_count(self.model)
-        return [MachineEntry("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens, True)]
+        return [machine_entry(self.model, self.memory_bytes, self.token_s, self.tokens)]
 
     def close(self) -> None:
         """No other machine takes part."""
+
+
+def machine_entry(model: Any, memory_bytes: int, token_s: float, tokens: int) -> MachineEntry:
+    """This machine, which holds a whole model."""
+    count, size = number_count(model), byte_count(model)
+    return MachineEntry("this machine", count, None, True, size, memory_bytes, token_s, tokens, True)

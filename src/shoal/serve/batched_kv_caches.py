@@ -143,6 +143,13 @@ class PrefixCache:
             self.forget(gone[-1])
         return gone
 
+    def forget_oldest(self) -> int | None:
+        """Forget the text that was used least recently, and return its number; None: there is none."""
+        number = next(iter(self.texts), None)
+        if number is not None:
+            self.forget(number)
+        return number
+
     def forget(self, number: int) -> None:
         self.texts.pop(number, None)
 

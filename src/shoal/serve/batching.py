@@ -30,8 +30,6 @@ from shoal.models.generation.decoding import (
 )
 from shoal.serve.batched_kv_caches import PrefixCache
 
-_SMALLEST_CHUNK = 8
-"""Tokens of a prompt. Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""
 _PREFILL_SHARE = 0.75
 """Prefill budget per decode step, as a share of decode time: a token then takes 1.75 times as long on the mean; twice is the goal. Where
 more prompts wait than requests decode, each prompt counts as much as a request; else many would wait long for the sake of a few."""
@@ -39,18 +37,20 @@ _MOST_PROMPTS_PER_DECODER = 4.0
 """Waiting prompts that count for each request that decodes: they make its tokens slower, and never stop them."""
 _MOST_DEBT = 4.0
 """Tokens' time for which no prompt is read after a chunk that took longer than expected."""
-_LARGEST_CHUNK = 512
-"""Tokens of a prompt that are read at once where no request waits for a token meanwhile."""
 
 
 class ForwardBatch(NamedTuple):
-    """Tokens for one forward pass: a chunk of one prompt, whole prompts of one length, or one token of each of several requests."""
+    """Tokens for one forward pass: a chunk of one prompt, the rest of several prompts, or one token of each of several requests."""
 
     requests: tuple[int, ...]
     ids: tuple[tuple[int, ...], ...]
-    """Of each request; the same number of each."""
+    """Of each request; the same number of each, unless the backend takes prompts of different lengths."""
     needs_logits: bool = True
     """False: more of this prompt follows, so the next token is not chosen yet."""
+    decodes: bool = False
+    """The ids are the last chosen tokens, which a backend that chooses them has itself."""
+    draws: tuple[float, ...] = ()
+    """The random numbers of the next tokens, for a backend that chooses them."""
 
 
 @dataclass
@@ -79,16 +79,33 @@ class Backend(Protocol):
     longest: int
     """Tokens that one request may have, prompt and answer together."""
     vocab_size: int
+    ahead: int = 0
+    """Steps that are started before the tokens of the earlier ones are known. Above 0 the backend chooses the tokens."""
+    smallest_chunk: int = 8
+    """Least number of tokens of a prompt that are read at once. Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4
+    tokens in 0.21 s, and 8 in 0.26 s."""
+    largest_chunk: int = 512
+    """Tokens of prompts that are read at once where no request waits for a token meanwhile."""
+    ragged: bool = False
+    """Whether prompts of different lengths are read together."""
 
     @property
     def microbatches(self) -> int:
         """Batches under way that keep all machines busy."""
 
+    def prepare(self) -> None:
+        """Do what the first requests would else wait for."""
+
+    def admit(self, job: GenerationJob) -> bool:
+        """Reserve the memory of a request. False: it must wait until others have ended."""
+        return True
+
     def start(self, batch: ForwardBatch) -> None:
         """Begin a forward pass. Batches of one request are read in the order in which they were started."""
 
-    def results(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
-        """Finished batches, with the logits [B, V] of the next tokens where they are needed. Waits a moment where none is done."""
+    def results(self) -> Iterator[tuple[ForwardBatch, Tensor | ChosenTokens | None]]:
+        """Finished batches, with the logits [B, V] of the next tokens, or the tokens, where they are needed. Waits a moment where none is
+        done."""
 
     def retain(self, request: int) -> bool:
         """Keep the caches of an ended request for prompts that begin like it. False: they cannot be shared, and must be released."""
@@ -131,6 +148,15 @@ class GeneratedToken(NamedTuple):
     """The most likely tokens at this position."""
 
 
+class ChosenTokens(NamedTuple):
+    """The next tokens, as a backend chose them."""
+
+    tokens: list[int]
+    """−1 where the logits were not finite."""
+    logprobs: list[tuple[float, list[TokenLogprob]]] | None
+    """Of each token, and of the most likely ones; None: no request needs them."""
+
+
 EndReason = Literal["stop", "length", "timeout", "cancelled", "failed", "not_finite"]
 """`not_finite`: the model itself gives no finite numbers for this text; with several machines, the server has computed them itself."""
 
@@ -167,6 +193,8 @@ class GenerationJob:
     """Tokens that the caches of this job hold for certain."""
     pending: int = 0
     """Batches of this job that were started and are not finished."""
+    started: int = 0
+    """Tokens whose choice was started."""
     reading: int = 0
     """Tokens of the prompt that the model is reading."""
     group: int = -1
@@ -214,7 +242,7 @@ class BatchingEngine:
         self.prefixes = PrefixCache(kept_tokens)
         self._cancelled: set[int] = set()
         self._next_number = 0
-        self._prefill_budget = _PrefillBudget()
+        self._prefill_budget = _PrefillBudget(backend.smallest_chunk, backend.largest_chunk)
 
     def submit(self, *jobs: GenerationJob) -> list[int]:
         """Add the choices of one request, all or none. Raises QueueFullError."""
@@ -241,7 +269,7 @@ class BatchingEngine:
         """Start a token for every request that waits for none, and a chunk of the first prompt that is not read yet. Take the results."""
         self._end_cancelled()
         with self.arrived:
-            while self.waiting and len(self.running) < self.most_running:
+            while self.waiting and len(self.running) < self.most_running and self._admit(self.waiting[0]):
                 self.running.append(self.waiting.popleft())
                 self._reuse(self.running[-1])
         self._start()
@@ -249,6 +277,15 @@ class BatchingEngine:
         for batch, logits_BV in self.backend.results():
             self._finish(batch, logits_BV, start)
             start = self.clock()
+
+    def _admit(self, job: GenerationJob) -> bool:
+        """Reserve the memory of a job; kept texts make way for it."""
+        while not self.backend.admit(job):
+            oldest = self.prefixes.forget_oldest()
+            if oldest is None:
+                return False
+            self.backend.release(oldest)
+        return True
 
     def _reuse(self, job: GenerationJob) -> None:
         """Take the beginning of the prompt from the prefix cache."""
@@ -265,19 +302,25 @@ class BatchingEngine:
     def _start(self) -> None:
         """Every microbatch whose last tokens are known gets the next ones. Beside requests that decode, the prefill budget bounds how much
         of the prompts is read; where none decodes, as much is read as keeps all machines busy."""
-        decoding = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
+        decoding = [
+            job for job in self.running if job.read == len(job.prompt_ids) and (job.written or (self.backend.ahead and job.started))
+        ]
         for group in _grouped(decoding, self.backend.microbatches):
-            if not any(job.pending for job in group):
-                self._begin(ForwardBatch(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
+            going = [job for job in group if job.started < job.max_tokens]
+            if going and not any(job.pending > self.backend.ahead for job in going):
+                ids = tuple((job.written[-1] if job.written else 0,) for job in going)
+                self._begin(ForwardBatch(tuple(job.number for job in going), ids, decodes=True), going)
         self._prefill_budget.set_load(sum(job.read < len(job.prompt_ids) for job in self.running), len(decoding))
-        budget = self._prefill_budget.tokens() if decoding else _LARGEST_CHUNK * self.backend.microbatches
+        budget = self._prefill_budget.tokens() if decoding else self.backend.largest_chunk * self.backend.microbatches
         budget -= sum(job.reading for job in self.running)
         for job in self.running:
             while budget > 0 and job.read < len(job.prompt_ids):
-                budget -= self._read(job, min(budget, _LARGEST_CHUNK))
+                budget -= self._read(job, min(budget, self.backend.largest_chunk))
 
     def _read(self, job: GenerationJob, budget: int) -> int:
-        """Start to read at most `budget` tokens of a prompt, and of others of the same length. Return how many tokens that are."""
+        """Start to read at most `budget` tokens of a prompt, and of others. Return how many tokens that are."""
+        if self.backend.ragged and len(job.prompt_ids) - job.read <= budget:
+            return self._read_whole(budget)
         chunk, fresh = job.prompt_ids[job.read : job.read + budget], job.read == 0
         whole = len(job.prompt_ids) == len(chunk)
         beside = [one for one in self.running if fresh and whole and one is not job and not one.read and len(one.prompt_ids) == len(chunk)]
@@ -289,28 +332,63 @@ class BatchingEngine:
         self._begin(ForwardBatch(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids)), jobs)
         return len(chunk) * len(jobs)
 
+    def _read_whole(self, budget: int) -> int:
+        """Start to read the rest of all prompts of which at most `budget` tokens are left together, in their order."""
+        jobs: list[GenerationJob] = []
+        ids: list[tuple[int, ...]] = []
+        for job in self.running:
+            rest = tuple(job.prompt_ids[job.read :])
+            if rest and sum(map(len, ids)) + len(rest) <= budget:
+                jobs.append(job)
+                ids.append(rest)
+                job.read += len(rest)
+                job.reading += len(rest)
+        self._begin(ForwardBatch(tuple(job.number for job in jobs), tuple(ids)), jobs)
+        return sum(map(len, ids))
+
     def _begin(self, batch: ForwardBatch, jobs: list[GenerationJob]) -> None:
+        if self.backend.ahead and batch.needs_logits:
+            batch = batch._replace(draws=tuple(job.draws.at(job.started) for job in jobs))
         for job in jobs:
             job.pending += 1
+            job.started += batch.needs_logits
         self.backend.start(batch)
 
-    def _finish(self, batch: ForwardBatch, logits_BV: Tensor | None, start: float) -> None:
+    def _finish(self, batch: ForwardBatch, result: Tensor | ChosenTokens | None, start: float) -> None:
         by_number = {job.number: job for job in self.running}
         rows = [(by_number[number], row) for row, number in enumerate(batch.requests) if number in by_number]
         reads = any(job.reading for job, _ in rows)
-        for job, _ in rows:
+        for job, row in rows:
             job.pending -= 1
-            job.cached += len(batch.ids[0])
-            job.reading -= len(batch.ids[0]) if reads else 0
+            job.cached += len(batch.ids[row])
+            job.reading -= len(batch.ids[row]) if reads else 0
         if reads:
             self.tokens_read += sum(map(len, batch.ids))
-        if logits_BV is not None and batch.needs_logits and rows:
+        if isinstance(result, ChosenTokens):
+            self._take_chosen(rows, result)
+        elif result is not None and batch.needs_logits and rows:
             whole = len(rows) == len(batch.requests)
-            self._choose([job for job, _ in rows], logits_BV if whole else logits_BV[[row for _, row in rows]])
+            self._choose([job for job, _ in rows], result if whole else result[[row for _, row in rows]])
         if reads:
             self._prefill_budget.add_prefill(sum(map(len, batch.ids)), self.clock() - start)
         else:
             self._prefill_budget.add_decode(self.clock() - start)
+
+    def _take_chosen(self, rows: list[tuple[GenerationJob, int]], chosen: ChosenTokens) -> None:
+        """Take the tokens that the backend chose."""
+        self.wrote_at = self.clock()
+        for job, row in rows:
+            token = chosen.tokens[row]
+            if token < 0:
+                self._warn(f"a request ended: {NotFiniteError()}")
+                self._end(job, "not_finite")
+                continue
+            self.tokens_written += 1
+            generated = GeneratedToken(token)
+            if chosen.logprobs is not None and job.top_logprobs is not None:
+                logprob, others = chosen.logprobs[row]
+                generated = GeneratedToken(token, logprob, tuple(others[: job.top_logprobs]))
+            self._take(job, generated)
 
     def fail(self) -> None:
         """End all running requests after an error in the middle of a step."""
@@ -344,7 +422,7 @@ class BatchingEngine:
         self.wrote_at = self.clock()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
             self.tokens_written += 1
-            self._take(job, logits_V, token)
+            self._take(job, _with_logprobs(logits_V, token, job.top_logprobs))
 
     def _end_not_finite(self, jobs: list[GenerationJob], logits_BV: Tensor, finite: list[bool], problem: ShoalError) -> None:
         """End the jobs whose logits are not finite; the others get their tokens."""
@@ -356,12 +434,12 @@ class BatchingEngine:
         if rows:
             self._choose([jobs[row] for row in rows], logits_BV[rows])
 
-    def _take(self, job: GenerationJob, logits_V: Tensor, token: int) -> None:
-        if token in job.eos_ids:
+    def _take(self, job: GenerationJob, generated: GeneratedToken) -> None:
+        if generated.token in job.eos_ids:
             self._end(job, "stop")
             return
-        job.written.append(token)
-        if job.on_event(_with_logprobs(logits_V, token, job.top_logprobs)):
+        job.written.append(generated.token)
+        if job.on_event(generated):
             self._end(job, "stop")
         elif len(job.written) >= job.max_tokens:
             self._end(job, "length")
@@ -374,7 +452,8 @@ class BatchingEngine:
     def _retain(self, job: GenerationJob, reason: EndReason) -> None:
         """Keep the caches of a request that ended in order, as far as the prefix cache has capacity; release those of others."""
         unused = [job.number]
-        if reason in ("stop", "length") and not job.pending and self.prefixes.most_tokens and self.backend.retain(job.number):
+        settled = not job.pending or self.backend.ahead  # a step that was started ahead appends after the text
+        if reason in ("stop", "length") and settled and self.prefixes.most_tokens and self.backend.retain(job.number):
             unused = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])
         for number in unused:
             self.backend.release(number)
@@ -409,7 +488,8 @@ class _PrefillBudget:
     A chunk of any size costs the time to go through all weights: so it takes about as long as a token, and not every token has one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, smallest: int, largest: int) -> None:
+        self._smallest, self._largest = smallest, largest
         self.decode_s = 0.0
         """For one step of decoding."""
         self.prefill_s = 0.0
@@ -427,12 +507,12 @@ class _PrefillBudget:
         if self.credit_s < 0:
             return 0
         if not self.decode_s or not self.prefill_s:
-            return _SMALLEST_CHUNK
-        return int(min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, self._prompts_per_decoder * self.decode_s / self.prefill_s)))
+            return self._smallest
+        return int(min(self._largest, max(self._smallest, self._prompts_per_decoder * self.decode_s / self.prefill_s)))
 
     def add_prefill(self, tokens: int, seconds: float) -> None:
         self.credit_s = max(self.credit_s - seconds, -_MOST_DEBT * self._prompts_per_decoder * self.decode_s)
-        if tokens >= _SMALLEST_CHUNK:
+        if tokens >= self._smallest:
             self.prefill_s = moving_average(self.prefill_s, seconds / tokens)
 
     def add_decode(self, seconds: float) -> None:

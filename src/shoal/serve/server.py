@@ -11,9 +11,9 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
-from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import Backend, BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
 from shoal.serve.load_model import ServedModel
+from shoal.serve.paged_backend import local_backend
 from shoal.transports.addresses import is_loopback
 from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.uvicorn_limits import bounded_server
@@ -64,7 +64,8 @@ class ModelServer:
         key = settings.api_key.reveal() if settings.api_key else None
         require_key(host, key)
         self.engine = BatchingEngine(
-            stages or LocalBackend(served.model, served.beside),
+            stages
+            or local_backend(served.model, served.beside, most_running=settings.max_running, kept_tokens=settings.prefix_cache_tokens),
             most_running=settings.max_running,
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
@@ -80,6 +81,7 @@ class ModelServer:
 
     def run(self, announce: Callable[[], None] | None = None) -> None:
         """Serve until a signal comes. `announce` is called when the model has written its first token."""
+        self.engine.backend.prepare()
         self.driver.start()
         if announce is not None:
             threading.Thread(target=self._announce, args=(announce,), name="shoal-announce", daemon=True).start()

@@ -29,8 +29,11 @@ class AnswerBuffers:
         """Whether the model has a value head."""
 
     def take(self, logits_BV: Tensor, draws_B: Tensor, value_B: Tensor | None) -> None:
-        """Append the token that each row's draw selects. Rows that have ended get padding."""
-        next_B, log_p_B = draw_tokens(logits_BV, self.warp, draws_B)
+        """Append the token that each row's draw selects."""
+        self.put(*draw_tokens(logits_BV, self.warp, draws_B), value_B)
+
+    def put(self, next_B: Tensor, log_p_B: Tensor, value_B: Tensor | None) -> None:
+        """Append tokens with their log-probabilities and values. Rows that have ended get padding."""
         self._put(self.answer_BT, torch.where(self.going_B, next_B, self.pad_id))
         self._put(self.log_probs_BT, log_p_B * self.going_B)
         self._put(self.real_BT, self.going_B)

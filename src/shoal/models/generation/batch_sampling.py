@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.generation.answer_buffers import AnswerBuffers
-from shoal.models.generation.cuda_graph_decoding import CudaGraphDecoder, can_record
 from shoal.models.generation.decoding import TokenDraws, Warp, finite_rows, require_finite
 from shoal.models.generation.generate import GenerationState, evaluating
+from shoal.models.generation.rollout_decoding import decoder_for
 from shoal.models.generation.side_texts import SideTexts
 from shoal.models.kernels.cpu_packing import packed_for
 
@@ -61,10 +61,11 @@ def sample(
     prompt_BP, mask_BP = pad_prompts(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     written = AnswerBuffers(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
-    with packed_for(model, len(prompts)):
-        if beside is None and can_record(model, max_new_tokens):
-            CudaGraphDecoder(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
-        else:
+    decoder = decoder_for(model, len(prompts), prompt_BP.shape[1], max_new_tokens) if beside is None else None
+    if decoder is not None:
+        decoder.write(prompts, draws, written, any_goes_on)
+    else:
+        with packed_for(model, len(prompts)):
             context = GenerationState(model, prompt_BP, max_new_tokens, beside, None if bool(mask_BP.all()) else mask_BP, any_goes_on)
             _write(model, context, written, draws, any_goes_on)
     values_BT = written.values_BT if written.valued else None

@@ -1,6 +1,6 @@
 """KV cache: the keys and values of tokens already seen, so that the next token costs one token's work.
 
-Shapes: B batch, K key and value heads, L new tokens, S capacity in tokens, E head size.
+Shapes: B batch, H query heads, K key and value heads, L new tokens, S capacity in tokens, E head size.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def mask_of_rows(lengths: Sequence[int], device: torch.device) -> Tensor:
 class LayerCache:
     """Keys and values of one layer in a preallocated buffer, which is written in place."""
 
+    attends = False
+    """Whether it computes the attention itself, with `attend`, in place of `append`."""
+
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
@@ -56,6 +59,10 @@ class LayerCache:
             buffer[:, :, start : self.length] = one
         keys_BKSE, values_BKSE = (buffer[:, :, : self.length] for buffer in self.keys_and_values)
         return keys_BKSE, values_BKSE
+
+    def attend(self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor) -> Tensor:
+        """Append the new keys and values, and attend to all [B, H, L, E]."""
+        raise NotImplementedError
 
     def row(self, i: int, length: int) -> LayerCache:
         """The last tokens of one row as a cache that shares this memory; `joined` copies it."""

@@ -287,6 +287,11 @@ def _padded_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor) -> Tensor:
     return y_ECN.flatten(0, 1)[place_R]
 
 
+def products_are_grouped(layer: ExpertLayer, dtype: torch.dtype) -> bool:
+    """Whether a GPU computes the products of all experts in this type in one call, which needs no number from it."""
+    return all(_groupable(weight_END[0].to(dtype), weight_END) for weight_END in (layer.up, layer.down))
+
+
 def _groupable(x_RD: Tensor, weight_END: Tensor) -> bool:
     """Whether torch has a grouped product: rows must begin at multiples of 16 bytes; in other types a GPU would loop anyway."""
     types = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16, torch.float16)

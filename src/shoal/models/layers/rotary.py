@@ -24,7 +24,9 @@ class Rotary(nn.Module):
     def __init__(self, max_seq_len: int, head_size: int, frequencies_P: Tensor | None = None) -> None:
         """`frequencies_P`: rotation of each pair per position, in radians; None: the usual ones."""
         super().__init__()
-        self.max_seq_len, self.head_size, self.frequencies_P = max_seq_len, head_size, frequencies_P
+        self.max_seq_len, self.head_size = max_seq_len, head_size
+        # A copy is no buffer, whatever was given: a conversion of the model to bfloat16 must not round it
+        self.frequencies_P = None if frequencies_P is None else frequencies_P.detach().clone()
         self._fill(torch.get_default_device(), torch.float32)
 
     def forward(self, start: int, length: int) -> Tensor:

@@ -16,6 +16,8 @@ from shoal.web.auth import RefusedError
 
 _LEAST_TOP_P = 1e-9
 """A request may say top_p 0, and means the most likely token."""
+_INTERVAL_S = 0.04
+"""Between two events of a stream, at least: an event takes the processor as long as some tokens take a fast GPU."""
 
 
 class TextDelta(NamedTuple):
@@ -23,7 +25,7 @@ class TextDelta(NamedTuple):
 
     choice: int
     text: str
-    token: GeneratedToken | None
+    tokens: tuple[GeneratedToken, ...]
     finish_reason: EndReason | None = None
     """Set in the last delta of a choice."""
 
@@ -32,14 +34,14 @@ class StopWordFilter:
     """Passes text on up to the first stop word. Text that may be the beginning of one is held back until that is clear."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._words = [word for word in words if word]
+        self.words = [word for word in words if word]
         self._held_back = ""
         self.found = False
 
     def add(self, text: str) -> str:
         """The part of the text so far that is certain not to belong to a stop word."""
         self._held_back += text
-        starts = [at for word in self._words if (at := self._held_back.find(word)) >= 0]
+        starts = [at for word in self.words if (at := self._held_back.find(word)) >= 0]
         if starts:
             self.found = True
             return self._take(min(starts))
@@ -51,8 +53,8 @@ class StopWordFilter:
 
     def _partial_word(self) -> int:
         """How many of the last letters may begin a stop word."""
-        longest = min(len(self._held_back), max((len(word) - 1 for word in self._words), default=0))
-        return next((n for n in range(longest, 0, -1) if any(word.startswith(self._held_back[-n:]) for word in self._words)), 0)
+        longest = min(len(self._held_back), max((len(word) - 1 for word in self.words), default=0))
+        return next((n for n in range(longest, 0, -1) if any(word.startswith(self._held_back[-n:]) for word in self.words)), 0)
 
     def _take(self, count: int) -> str:
         taken, self._held_back = self._held_back[:count], self._held_back[count:]
@@ -60,18 +62,53 @@ class StopWordFilter:
 
 
 class ChoiceDecoder:
-    """Turns the tokens of one choice into text, in the engine's thread; true when a stop word has ended it."""
+    """Turns the tokens of one choice into text, in the engine's thread; true when a stop word has ended it.
 
-    def __init__(self, choice: int, text: data.StreamedText, stops: StopWordFilter, deliver: Callable[[TextDelta], None]) -> None:
+    On a fast GPU a token takes less time than a message about it. So tokens that come within `interval` seconds are delivered together, and
+    where no stop word can end the text they are decoded together, too.
+    """
+
+    def __init__(
+        self,
+        choice: int,
+        text: data.StreamedText,
+        stops: StopWordFilter,
+        deliver: Callable[[TextDelta], None],
+        clock: Callable[[], float],
+        interval: float,
+    ) -> None:
         self.choice, self.text, self.stops, self.deliver = choice, text, stops, deliver
+        self.clock, self.interval = clock, interval
+        self._next = clock() if interval != float("inf") else interval
+        self._tokens: list[GeneratedToken] = []
+        self._undecoded: list[int] = []
+        self._text = ""
 
     def __call__(self, event: JobEvent) -> bool:
         if isinstance(event, Finished):
+            self._decode()
             rest = "" if self.stops.found else self.stops.add(self.text.finish()) + self.stops.finish()
-            self.deliver(TextDelta(self.choice, rest, None, event.reason))
+            self._deliver(rest, event.reason)
             return True
-        self.deliver(TextDelta(self.choice, self.stops.add(self.text.add(event.token)), event))
+        self._tokens.append(event)
+        self._undecoded.append(event.token)
+        is_due = self.interval == 0 or self.clock() >= self._next
+        if is_due or self.stops.words:
+            self._decode()
+        if is_due:
+            self._deliver("", None)
+            self._next = self.clock() + self.interval
         return self.stops.found
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            self._text += self.stops.add(self.text.add(*self._undecoded))
+            self._undecoded.clear()
+
+    def _deliver(self, rest: str, reason: EndReason | None) -> None:
+        self.deliver(TextDelta(self.choice, self._text + rest, tuple(self._tokens), reason))
+        self._text = ""
+        self._tokens.clear()
 
 
 class Generation:
@@ -99,7 +136,7 @@ class Generation:
         """The text of all choices as it comes. Raises RefusedError where an answer could not be completed."""
         while self.unfinished:
             delta = await self._deltas.get()
-            self.tokens += delta.token is not None
+            self.tokens += len(delta.tokens)
             self.unfinished -= delta.finish_reason is not None
             if delta.finish_reason == "timeout":
                 raise RefusedError(504, "the answer took longer than serving.request_timeout_s", kind="server_error", code="timeout")
@@ -130,7 +167,14 @@ class Generation:
             ids,
             answer_length(request, settings.max_new_tokens, len(ids), self.engine.backend.longest),
             TokenDraws(request.seed, ids, choice),
-            ChoiceDecoder(index, data.StreamedText(self.served.tokenizer, ids), StopWordFilter(words), self._deliver),
+            ChoiceDecoder(
+                index,
+                data.StreamedText(self.served.tokenizer, ids),
+                StopWordFilter(words),
+                self._deliver,
+                self.engine.clock,
+                _INTERVAL_S if request.stream else float("inf"),
+            ),
             warp_for(request, self.served),
             LogitPenalties(
                 settings.decoding.repetition_penalty if repetition is None else repetition,

@@ -262,7 +262,7 @@ class ResponseWriter:
 
 
 def _tokens(deltas: Sequence[TextDelta]) -> list[GeneratedToken]:
-    return [delta.token for delta in deltas if delta.token is not None]
+    return [token for delta in deltas for token in delta.tokens]
 
 
 def _reason(delta: TextDelta) -> FinishReason | None:

@@ -32,7 +32,7 @@ from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.packed.layers import byte_count, number_count
 from shoal.models.split_model import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
-from shoal.serve.batching import ForwardBatch, MachineEntry
+from shoal.serve.batching import Backend, ForwardBatch, MachineEntry
 from shoal.serve.nodes.inquiry import Inquiry, StageEvidence
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import NodeCommand
@@ -147,7 +147,7 @@ class InFlightBatch:
         return self.token_batch.positions[self.token_batch.requests.index(request)]
 
 
-class NodePipeline:
+class NodePipeline(Backend):
     """Sends batches through the stages of routes and restores requests when a machine is lost. Any thread may call it."""
 
     def __init__(
@@ -199,6 +199,9 @@ class NodePipeline:
         would wait less for each other, but small matrix products cost almost as much as large ones."""
         route = self.placement.current
         return 1 if route is None else len(route.stages) + (not route.uses_node(SERVER_NODE))
+
+    def prepare(self) -> None:
+        """Machines prepare themselves as they join."""
 
     @torch.inference_mode()
     def start(self, batch: ForwardBatch) -> None:

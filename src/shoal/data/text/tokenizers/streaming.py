@@ -21,10 +21,11 @@ class StreamedText:
         self._emitted = len(self._ids)
         """Number of the kept ids whose text was returned already."""
 
-    def add(self, token: int) -> str:
-        """The text that this id adds; empty while a character is incomplete."""
-        self._ids.append(token)
-        return self._next(len(self._ids) - self._emitted > _LONGEST_WAIT)
+    def add(self, *tokens: int) -> str:
+        """The text that these ids add; empty while a character is incomplete."""
+        waited = len(self._ids) - self._emitted
+        self._ids.extend(tokens)
+        return self._next(waited >= _LONGEST_WAIT)
 
     def finish(self) -> str:
         """The text that was held back for the rest of a character."""
