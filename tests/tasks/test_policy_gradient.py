@@ -380,7 +380,9 @@ def test_the_output_matrix_has_its_gradient_whatever_the_number_of_batches(
         engine._begin_step()
         next(feed.task.losses(batch)).value.backward()  # type: ignore[no-untyped-call]
         assert matrix.grad is not None
-        assert (matrix.grad.data_ptr() == network.gradient.data_ptr()) == taken, "the matrix is the first parameter"
+        assert matrix.grad.data_ptr() == network.gradient.data_ptr(), "the matrix is the first parameter"
+        places = [slope.data_ptr() for slope in network.slopes]
+        assert [one.grad.data_ptr() for one in network.parameters if one.grad is not None] == places, "no copy of a gradient is kept"
         parts = [{name: value[i : i + 4] for name, value in batch.items()} for i in (0, 4)]
         for batches in ([batch], parts, [batch], parts):
             engine.step(batches)

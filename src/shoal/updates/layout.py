@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -105,10 +106,19 @@ class FlatNetwork:
     # --- gradients ---------------------------------------------------------------------------------
 
     def offer_room(self) -> None:
-        """Attach to each parameter the view where its gradient will be gathered, so that hand-written backward passes can write it there in
-        a step's first pass. Only for passes whose backward ends before the next forward begins."""
-        for slope, parameter in zip(self.slopes, self.parameters, strict=True):
+        """Let passes write gradients where they will be gathered: each is moved there as soon as it is complete, so that no copy of it
+        stays in memory, and hand-written backward passes can write theirs there in a step's first pass. Only for passes whose backward
+        ends before the next forward begins."""
+        own = weakref.ref(self)
+
+        def move(index: int) -> None:
+            network = own()
+            if network is not None:
+                network.gather_piece([index])
+
+        for index, (slope, parameter) in enumerate(zip(self.slopes, self.parameters, strict=True)):
             parameter.gradient_buffer = slope  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: move(index))  # type: ignore[no-untyped-call]
 
     def forget_gradients(self) -> None:
         """Call before a step's first backward pass: its gradients are then stored instead of added to zeros."""
