@@ -99,8 +99,10 @@ def open_served(targets: Sequence[str], overrides: list[Override], warn: Callabl
 
 
 def _is_model(place: Path) -> bool:
-    """Whether a target is to be opened as a model, not read as a configuration. `find_model` reports a name that is neither."""
-    is_configuration = place.is_file() or place.suffix in (".yaml", ".yml") or find_preset(str(place)) is not None
+    """Whether a target is to be opened as a model, not read as a configuration. `find_model` reports a name that is neither. A folder may
+    have the name of a preset."""
+    names_preset = not place.is_dir() and find_preset(str(place)) is not None
+    is_configuration = place.is_file() or place.suffix in (".yaml", ".yml") or names_preset
     return place.suffix == ".gguf" or not is_configuration
 
 
