@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,9 @@ class GgufWeights:
     def __init__(self, file: Path, header: GgufHeader, own: GptConversion) -> None:
         """Raises ShoalError where the file lacks a tensor, or has one in a format that is not read."""
         self.file, self.header = file, header
-        self._content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+        with file.open("rb") as content:
+            self._mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._content = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self.own = self._with_factors(own)
         self._fused = own.gpt2
         self._head_size = own.variant.head_size or own.settings.hidden_size // own.settings.num_heads
@@ -56,7 +59,13 @@ class GgufWeights:
         return Counter(f"{one.name} as {one.kind}" for one in used if one.repacked)
 
     def get(self, name: str, kind: str | None) -> Tensor:
-        """A tensor in float32, or a matrix packed as `kind`."""
+        """A tensor in float32, or a matrix packed as `kind`. Pages of the file that were read do not stay resident."""
+        found = self._read(name, kind)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+        return found
+
+    def _read(self, name: str, kind: str | None) -> Tensor:
         if kind is None:
             return torch.cat([self._floats(source) for source in self._sources(name)])
         parts = [(raw, self._format(source)) for source in self._sources(name) for raw in self._raw_rows(source)]
