@@ -65,7 +65,7 @@ class PostgresProcess:
         assert done.returncode == 0, done.stderr
 
     def start(self) -> None:
-        settings = ["fsync=off", "max_connections=200", "autovacuum_naptime=1s", "unix_socket_directories=", f"port={self.port}"]
+        settings = ["fsync=off", "max_connections=200", "autovacuum_naptime=10s", "unix_socket_directories=", f"port={self.port}"]
         command = [str(self._bin / "postgres"), "-D", str(self._data), "-h", "127.0.0.1"]
         command += [word for setting in settings for word in ("-c", setting)]
         with (self.folder / "log").open("ab") as log:
