@@ -63,6 +63,14 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "grpo": _ANSWERS | {"rlhf.algorithm": "grpo"},
         "online-dpo": _ANSWERS | {"rlhf.algorithm": "online-dpo"},
     },
+    "data": {  # layers that read for a row as a whole refuse packed conversations where the data is loaded: see `refused`
+        "texts": {},
+        "conversations": {
+            "data.source": {"kind": "text", "path": "DATA/chats.jsonl"},
+            "data.chat_template": "plain",
+            "data.sequence_length": 32,
+        },
+    },
     "prompts": {"file": {}, "texts": _FEW | {"rlhf.prompts": None, "rlhf.reward": {"kind": "sentiment"}}},
     "streaming": {"off": {}, "on": {"data.streaming": True}},
     "recompute": {"off": {}, "on": {"training.gradient_checkpointing": True}},

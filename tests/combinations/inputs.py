@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_inputs(folder: Path) -> None:
-    """Texts with contexts, pairs of answers, prompts with their right answers, and a model as Hugging Face's libraries write it."""
+    """Texts with contexts, conversations, pairs of answers, prompts with their right answers, and a model of Hugging Face's libraries."""
     folder.mkdir()
     colours = ("red", "green", "blue", "white")
     _write_rows(
@@ -26,10 +26,14 @@ def write_inputs(folder: Path) -> None:
     _write_rows(
         folder / "prompts.jsonl", [{"prompt": f"Thing {n}? ", "answer": colours[n % 4], "context": f"thing {n}"} for n in range(64)]
     )
+    _write_rows(
+        folder / "chats.jsonl",
+        [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": colours[n % 4]}]} for n in range(64)],
+    )
     _write_gpt2(folder / "gpt2")
 
 
-def _write_rows(file: Path, rows: list[dict[str, str]]) -> None:
+def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
