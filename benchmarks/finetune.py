@@ -4,7 +4,8 @@ A random Llama of 26M parameters with GPT-2's vocabulary learns the assistant's 
 padded to the longest of a batch of eight, or packed into rows of 512 tokens, four a step; all weights are trained, or LoRA's of rank 8.
 Both sides read the same file with the same template, take the same steps, and run in processes of their own. CPU-seconds are those of a
 process and its threads between its third and its last step, divided by the tokens of the conversations in these steps, so that padding
-costs time and counts as nothing. TRL packs by its default strategy, which keeps conversations apart by their positions.
+costs time and counts as nothing. TRL packs by its default strategy, which keeps conversations apart by their positions, and computes its
+default loss, `chunked_nll`. Memory is the peak of the whole process; Shoal's has the export of the model at the end, TRL writes none.
 `python benchmarks/finetune.py` prints the table; results/peers/trl is made first.
 """
 

@@ -94,7 +94,7 @@ def test_adapters_are_exported_alone_and_peft_loads_them_to_the_same_logits(caps
 
 
 @pytest.mark.whole
-def test_workers_train_adapters_that_are_smaller_than_the_tokenizer_over_weights_of_4_bits() -> None:
+def test_workers_train_adapters_smaller_than_the_tokenizer_over_weights_of_4_bits() -> None:
     pytest.importorskip("peft")
     words = {word: number for number, word in enumerate(["[UNK]", *Path("text.txt").read_text().split()[:9]])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
