@@ -19,6 +19,7 @@ from shoal.models import build
 from shoal.models.huggingface import frozen_weights, merged_weights
 from shoal.models.huggingface import model as huggingface_model
 from shoal.models.huggingface.frozen_weights import NF4, FrozenEmbedding, FrozenLinear, restored, stored
+from shoal.tasks import chunked_logprobs
 from shoal.updates.layout import ParameterLayout
 
 transformers = pytest.importorskip("transformers")
@@ -103,6 +104,20 @@ def test_a_large_matrix_is_restored_in_parts(kind: str, monkeypatch: pytest.Monk
         low = layer(y)
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), expected, rtol=0.05, atol=0.1)
+
+
+def test_an_output_matrix_of_few_bits_is_cast_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = matrix(7, 50), matrix(300, 50).bfloat16(), torch.tensor([0, 299, 17, 64, 5, 128, 200])
+    monkeypatch.setattr(chunked_logprobs, "_CAST", 64 * 50)
+    monkeypatch.setattr(chunked_logprobs, "_LOGITS_AT_ONCE", 3 * 300)
+    x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    found, expected = chunked_logprobs.cross_entropy_of(x, weight, labels), F.cross_entropy(y @ weight.float().T, labels)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_logprobs.cross_entropy_of(x, weight, labels), expected)
 
 
 def test_no_restored_weight_is_kept_for_the_backward_pass() -> None:

@@ -25,6 +25,8 @@ _NEVER = -3e4
 
 _CACHED = 1 << 19
 """2 MiB in float32."""
+_CAST = 1 << 22
+"""Weights of a matrix of few bits that are cast at a time: 16 MiB in float32."""
 
 ToSlopes = Callable[[Tensor, Tensor, slice], list[Tensor]]
 """Figures of some tokens, by their logits, labels and places. In the place of the logits the loss's slope by these is written."""
@@ -50,9 +52,9 @@ class Slopes(NamedTuple):
 
 
 def cross_entropy_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, buffer_VD: Tensor | None = None) -> Tensor:
-    """The mean cross-entropy of at least one label. A matrix that does not learn is rounded to the type of the hidden states.
-    `buffer_VD`: as in `in_pieces`."""
-    if not weight_VD.requires_grad:
+    """The mean cross-entropy of at least one label. A matrix that does not learn is rounded to the type of the hidden states, some rows at
+    a time where it has fewer bits. `buffer_VD`: as in `in_pieces`."""
+    if not weight_VD.requires_grad and not _is_cast_by_rows(weight_VD, hidden_ND.dtype):
         weight_VD = weight_VD.to(hidden_ND.dtype)
     if not torch.is_grad_enabled():
         return -log_probs_of(hidden_ND, weight_VD, labels_N, 1.0).mean()
@@ -107,7 +109,7 @@ def _each_piece(
         figures.append(to_slopes(logits_slope_nW, labels_N[some, None], some))
         logits_slope_nW = logits_slope_nW.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            hidden_slopes.append((logits_slope_nW @ wide_WD.to(kind)).mul_(share))
+            hidden_slopes.append(_product(logits_slope_nW, wide_WD).mul_(share))
             if weight_VD.requires_grad:
                 scaled_nD = hidden_ND[some].to(kind) * share
                 weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, scaled_nD, weight_VD.dtype, buffer_VD)
@@ -139,14 +141,37 @@ def _logits(hidden_nD: Tensor, wide_WD: Tensor, vocabulary: int, room_nW: Tensor
         logits_nW = F.linear(hidden_nD, wide_WD)
     else:
         logits_nW = room_nW[: len(hidden_nD)]
-        torch.mm(wide_WD, hidden_nD.T, out=logits_nW.T)
+        for rows, part_rD in _cast_rows(wide_WD, hidden_nD.dtype):
+            torch.mm(part_rD, hidden_nD.T, out=logits_nW.T[rows])
     logits_nW[:, vocabulary:] = _NEVER
     return logits_nW
 
 
+def _product(slope_nW: Tensor, wide_WD: Tensor) -> Tensor:
+    parts = _cast_rows(wide_WD, slope_nW.dtype)
+    rows, part_rD = next(parts)
+    found_nD = slope_nW[:, rows] @ part_rD
+    for rows, part_rD in parts:
+        found_nD.addmm_(slope_nW[:, rows], part_rD)
+    return found_nD
+
+
+def _is_cast_by_rows(matrix: Tensor, kind: torch.dtype) -> bool:
+    return matrix.device.type == "cpu" and matrix.element_size() < kind.itemsize
+
+
+def _cast_rows(wide_WD: Tensor, kind: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of the output matrix in a type: on a CPU some at a time, where it has fewer bits, since they would take gigabytes."""
+    step = max(1, _CAST // wide_WD.shape[1]) if _is_cast_by_rows(wide_WD, kind) else len(wide_WD)
+    for start in range(0, len(wide_WD), step):
+        yield slice(start, start + step), wide_WD[start : start + step].to(kind)
+
+
 def _room(hidden_ND: Tensor, wide_WD: Tensor, rows: int) -> Tensor | None:
     """Memory for the logits of a piece on a CPU. If each piece allocated its own, the heap would keep holes that the next does not fit."""
-    if hidden_ND.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_ND.dtype != wide_WD.dtype:
+    if hidden_ND.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return None
+    if hidden_ND.dtype != wide_WD.dtype and not _is_cast_by_rows(wide_WD, hidden_ND.dtype):
         return None
     return hidden_ND.new_empty(rows, len(wide_WD))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import merged_weights, pretrained
+from shoal.models.huggingface.frozen_weights import FrozenLinear
 from shoal.models.huggingface.output_matrix import gives_product
 from shoal.models.huggingface.packing import attends_one_by_one, check_documents_apart, document_arguments
 
@@ -111,8 +112,9 @@ class HuggingFace(nn.Module):
 
     @property
     def product_weight(self) -> Tensor:
-        """The output matrix. One that is stored in few bits is restored by each call."""
-        weight: Tensor = self._base.get_output_embeddings().weight
+        """The output matrix: bfloat16 where the frozen weights are stored in few bits."""
+        head: Any = self._base.get_output_embeddings()
+        weight: Tensor = head.codes if isinstance(head, FrozenLinear) and head.scales is None else head.weight
         return weight
 
     @property
