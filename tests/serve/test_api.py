@@ -144,6 +144,7 @@ def test_the_openai_client_completes_and_lists_models(client):
     assert told.text_offset[0] == len("ab")
     assert [after - before for before, after in pairwise(told.text_offset)] == [len(word) for word in told.tokens[:-1]]
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
 
 
 def test_errors_reach_the_openai_client_in_its_own_classes(client):
@@ -251,7 +252,47 @@ def test_half_a_character_is_refused_and_plain_text_is_no_request(service):
     answer = post(service, body)
     assert answer.status_code == 400
     assert post(service, body, "text/plain").status_code == 415
-    assert get(service, "/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/nothing", 404),
+        ("DELETE", "/nothing.html", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/gpt-9", 404),
+    ],
+)
+def test_a_path_that_no_route_has_is_refused_in_json(service, method, path, status):
+    answer = httpx.request(method, f"{url(service)}{path}", timeout=HANG_S)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert ("allow" in answer.headers) is (status == 405)
+
+
+def ask(service: ModelServer, path: str, body: dict) -> httpx.Response:
+    return httpx.post(f"{url(service)}{path}", json=body, timeout=HANG_S)
+
+
+def test_texts_become_tokens_and_tokens_texts(service):
+    told = ask(service, "/tokenize", {"prompt": "h\u00e9"}).json()
+    assert told == {"tokens": [104, 0xC3, 0xA9], "count": 3, "max_model_len": 256}
+    assert ask(service, "/detokenize", {"model": "tiny", "tokens": told["tokens"]}).json() == {"prompt": "h\u00e9"}
+    turns = ask(service, "/tokenize", {"messages": ASK["messages"]}).json()["tokens"]
+    assert len(turns) == chat(service).json()["usage"]["prompt_tokens"]
+    for path, body, param in (
+        ("/tokenize", {}, ""),
+        ("/tokenize", {"prompt": "a", "messages": ASK["messages"]}, ""),
+        ("/tokenize", {"prompt": "a", "model": "gpt-9"}, "model"),
+        ("/detokenize", {"tokens": [257]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ):
+        refused = ask(service, path, body)
+        assert refused.status_code == (404 if param == "model" else 400)
+        assert refused.json()["error"]["param"] == (param or None)
 
 
 anything = st.recursive(
@@ -333,6 +374,7 @@ def test_with_a_key_only_its_holder_may_ask():
     with running(small_served(api_key=Secret(key))) as service:
         assert (chat(service).status_code, chat(service).json()["error"]["message"][:15]) == (401, "a key is needed")
         assert get(service, "/health").status_code == 200
+        assert ask(service, "/tokenize", {"prompt": "a"}).status_code == 401
         wrong = get(service, "/v1/models", authorization="Bearer a-long-and-secret-kez")
         assert wrong.json()["error"]["code"] == "invalid_api_key"
         assert wrong.json()["error"]["message"].startswith("the key is wrong")

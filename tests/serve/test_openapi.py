@@ -18,6 +18,7 @@ from tests.support.small_service import running, small_served
 jsonschema = pytest.importorskip("jsonschema")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+OTHERS = ("/v1/models", "/v1/models/{model}", "/v1/status", "/tokenize", "/detokenize", "/health", "/ready", "/metrics")
 KEY = "a-long-and-secret-key"
 
 
@@ -53,7 +54,7 @@ def references(value: Any) -> Iterator[str]:
 
 
 def test_every_route_is_described_and_every_reference_is_there(spec: dict[str, Any]) -> None:
-    assert set(spec["paths"]) == {CHAT, TEXT, "/v1/models", "/v1/status", "/health", "/ready", "/metrics"}
+    assert set(spec["paths"]) == {CHAT, TEXT, *OTHERS}
     known = {f"#/components/schemas/{name}" for name in spec["components"]["schemas"]}
     assert set(references(spec)) <= known
     assert not any("422" in operation["responses"] for methods in spec["paths"].values() for operation in methods.values())
@@ -100,7 +101,10 @@ def test_other_answers_and_errors_are_as_described(service: ModelServer, spec: d
         (CHAT, {"stop": ["a"] * 5}, False),
         (CHAT, {"messages": []}, False),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, False),
-        (CHAT, {"tools": []}, False),
+        (CHAT, {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "service_tier": "auto"}, True),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        (CHAT, {"tool_choice": "required"}, False),
+        (CHAT, {"store": True}, False),
         (CHAT, {"stream_options": {"other": True}}, False),
         (CHAT, {"strategy": "beam"}, False),
         (TEXT, {"prompt": ["a", "b"]}, True),
@@ -130,7 +134,7 @@ def test_the_key_is_described_where_one_is_needed(spec: dict[str, Any]) -> None:
         secured = httpx.get(url(service, "/openapi.json"), timeout=HANG_S).json()
     assert secured["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     needing = {path for path, methods in secured["paths"].items() for operation in methods.values() if "security" in operation}
-    assert needing == {CHAT, TEXT, "/v1/models", "/v1/status", "/metrics"}
+    assert needing == set(secured["paths"]) - {"/health", "/ready"}
     assert secured["paths"]["/v1/models"]["get"]["responses"]["401"]
 
 
@@ -144,7 +148,7 @@ def test_the_documentation_shows_every_operation_and_loads_nothing_from_elsewher
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", lambda request: None if request.url.startswith(home) else faults.append(request.url))
         answer = page.goto(url(service, "/docs"))
-        sync_api.expect(page.locator(".operation")).to_have_count(7)
+        sync_api.expect(page.locator(".operation")).to_have_count(10)
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         chat = page.locator(".operation").first
         assert "POST/v1/chat/completions" in chat.inner_text().replace(" ", "").replace("\n", "")

@@ -75,7 +75,7 @@ class ModelServer:
         self.driver = EngineThread(self.engine, warn)
         self.sockets = [listening_socket(host, port) for port in ports]
         self.ports: list[int] = [one.getsockname()[1] for one in self.sockets]
-        app: Any = AuthMiddleware(make_app(served, self.engine), key)
+        app: Any = AuthMiddleware(make_app(served, self.engine), key, guarded=("/v1", "/metrics", "/tokenize", "/detokenize"))
         self.server = bounded_server(app)
         self._ending = threading.Event()
 

@@ -5,21 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Match
 
 from shoal.runs.monitoring.prometheus import Metric, MetricSample, exposition
 from shoal.serve.api import responses as schema
-from shoal.serve.api.completion import Generation, TextDelta, prompt_ids
-from shoal.serve.api.openapi import describe, generated_responses
-from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, JsonRoute, refusal_of
+from shoal.serve.api.completion import Generation, TextDelta, check_tokens, prompt_ids, tokens_of
+from shoal.serve.api.openapi import describe, error_responses, generated_responses
+from shoal.serve.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    JsonRoute,
+    TokenizeRequest,
+    refusal_of,
+)
 from shoal.serve.batching import BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
 from shoal.serve.load_model import ServedModel
 from shoal.transports.metrics_page import CONTENT_TYPE
@@ -61,7 +71,18 @@ class Api:
 
     async def models(self) -> schema.ModelList:
         """The model that is served."""
-        return schema.ModelList(data=[schema.ModelEntry(id=self.served.name, created=self.created)])
+        return schema.ModelList(data=[await self.model(self.served.name)])
+
+    async def model(self, model: str) -> schema.ModelEntry:
+        """The model of this name."""
+        self._check_model(model)
+        return schema.ModelEntry(id=self.served.name, created=self.created)
+
+    def _check_model(self, name: str) -> None:
+        """Raises RefusedError where another model is asked for."""
+        if name != self.served.name:
+            message = f"there is no model {name[:100]!r} here; this is {self.served.name!r}"
+            raise RefusedError(404, message, param="model", code="model_not_found")
 
     async def status(self) -> schema.Status:
         """The machines that hold the model, and how busy they are. The chat page shows this."""
@@ -114,10 +135,22 @@ class Api:
         """Continue a text."""
         return await self._generate(body, request)
 
+    async def tokenize(self, body: TokenizeRequest) -> schema.Tokenized:
+        """The token ids of a text as /v1/completions reads it, or of a conversation as /v1/chat/completions does."""
+        if body.model is not None:
+            self._check_model(body.model)
+        ids = await asyncio.to_thread(tokens_of, body, self.served)
+        return schema.Tokenized(tokens=ids, count=len(ids), max_model_len=self.engine.backend.longest)
+
+    async def detokenize(self, body: DetokenizeRequest) -> schema.Detokenized:
+        """The text of token ids."""
+        if body.model is not None:
+            self._check_model(body.model)
+        check_tokens(body.tokens, self.engine.backend.vocab_size, "tokens")
+        return schema.Detokenized(prompt=await asyncio.to_thread(self.served.tokenizer.decode, body.tokens))
+
     async def _generate(self, body: GenerationRequest, request: Request) -> Response:
-        if body.model != self.served.name:
-            message = f"there is no model {body.model[:100]!r} here; this is {self.served.name!r}"
-            raise RefusedError(404, message, param="model", code="model_not_found")
+        self._check_model(body.model)
         prompts = await asyncio.to_thread(prompt_ids, body, self.served, self.engine.backend.vocab_size)
         generation = Generation(self.engine, self.served, body, prompts)
         writer = schema.ResponseWriter(generation, self.served.name, self.served.tokenizer)
@@ -185,13 +218,19 @@ def _add_routes(app: FastAPI, api: Api, needs_key: bool) -> None:
     """`needs_key` only describes: `AuthMiddleware` checks the key before a request comes here."""
     bearer = HTTPBearer(auto_error=False, scheme_name="key", description="The key of `serving.api_key` or SHOAL_API_KEY.")
     secured: dict[str, Any] = {"dependencies": [Depends(bearer)]} if needs_key else {}
-    generating = APIRouter(route_class=JsonRoute)
+
+    def post(path: str, handler: Callable[..., Any], **more: Any) -> None:
+        app.router.add_api_route(path, handler, methods=["POST"], route_class_override=JsonRoute, **more, **secured)
+
     chats = generated_responses(schema.ChatCompletion, schema.ChatCompletionChunk)
     texts = generated_responses(schema.TextCompletion, schema.TextCompletion)
-    generating.post("/v1/chat/completions", response_class=Response, responses=chats, **secured)(api.chat)
-    generating.post("/v1/completions", response_class=Response, responses=texts, **secured)(api.complete)
-    app.include_router(generating)
+    post("/v1/chat/completions", api.chat, response_class=Response, responses=chats)
+    post("/v1/completions", api.complete, response_class=Response, responses=texts)
+    errors = error_responses(400, 404, 413, 415)
+    post("/tokenize", api.tokenize, responses=errors)
+    post("/detokenize", api.detokenize, responses=errors)
     app.get("/v1/models", **secured)(api.models)
+    app.get("/v1/models/{model:path}", responses=error_responses(404), **secured)(api.model)
     app.get("/v1/status", **secured)(api.status)
     app.get("/health")(api.health)
     app.get("/ready", responses={200: {"model": schema.Readiness}, 503: {"model": schema.Readiness}})(api.ready)
@@ -202,13 +241,28 @@ def _add_error_handlers(app: FastAPI, api: Api) -> None:
     """Every error is answered in OpenAI's form."""
 
     async def refuse(request: Request, error: Exception) -> Response:
+        headers: dict[str, str] = {}
         if isinstance(error, RequestValidationError):
             error = refusal_of(error.errors())
         elif isinstance(error, HTTPException):
-            error = RefusedError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+            error, headers = _no_such_path(app, request, error)
         assert isinstance(error, RefusedError)
         api.answered[error.status] += 1
-        return JSONResponse(error.body(), error.status, {"retry-after": "1"} if error.status == 429 else None)
+        if error.status == 429:
+            headers = {"retry-after": "1"}
+        return JSONResponse(error.body(), error.status, headers)
 
     for kind in (RefusedError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
+
+
+def _no_such_path(app: FastAPI, request: Request, error: HTTPException) -> tuple[RefusedError, dict[str, str]]:
+    """The refusal of a request that no route has answered, and its headers. The files of the page have every path that no route has."""
+    asked = f"{request.method} {request.url.path[:200]}"
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.matches(request.scope)[0] is Match.PARTIAL]
+    methods = sorted({method for route in routes for method in route.methods})
+    if methods:
+        return RefusedError(405, f"{asked}: this path takes {', '.join(methods)}"), {"allow": ", ".join(methods)}
+    if error.status_code in (404, 405):
+        return RefusedError(404, f"{asked}: there is no such path; GET /docs lists all"), {}
+    return RefusedError(error.status_code, f"{asked}: {error.detail}"), {}

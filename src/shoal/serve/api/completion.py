@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shoal import data
 from shoal.data.text.conversations import messages_of
 from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
-from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from shoal.serve.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt, TokenizeRequest
 from shoal.serve.batching import BatchingEngine, EndReason, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
 from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
@@ -222,18 +222,34 @@ def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int)
     if isinstance(request, CompletionRequest):
         return [_encode(prompt, served, vocab_size) for prompt in request.prompt]
     assert isinstance(request, ChatRequest)
+    return [_conversation(request.messages, served)]
+
+
+def tokens_of(request: TokenizeRequest, served: ServedModel) -> list[int]:
+    """The token ids of a text or a conversation. Raises RefusedError."""
+    if request.messages is not None:
+        return _conversation(request.messages, served)
+    return [*(served.start_ids if request.add_special_tokens else ()), *served.encode(request.prompt or "")]
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises RefusedError for an id that the model does not have."""
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise RefusedError(400, f"{param} has a token that is not in the vocabulary of {vocab_size}", param=param)
+
+
+def _conversation(messages: Sequence[ChatMessage], served: ServedModel) -> list[int]:
     try:
-        turns = [one.model_dump(exclude_none=True) for one in request.messages]
+        turns = [one.model_dump(exclude_none=True) for one in messages]
         text = served.template.prompt(messages_of(turns, "messages", "this request"))
     except Exception as error:
         raise RefusedError(400, str(error), param="messages") from None
-    return [served.encode(text)]
+    return served.encode(text)
 
 
 def _encode(prompt: Prompt, served: ServedModel, vocab_size: int) -> list[int]:
     if isinstance(prompt, list):
-        if not all(0 <= token < vocab_size for token in prompt):
-            raise RefusedError(400, f"prompt has a token that is not in the vocabulary of {vocab_size}", param="prompt")
+        check_tokens(prompt, vocab_size, "prompt")
         return prompt
     ids = [*served.start_ids, *served.encode(prompt)]
     return ids or [served.tokenizer.eos_id or 0]

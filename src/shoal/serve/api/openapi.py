@@ -28,7 +28,12 @@ def generated_responses(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[
     found: dict[int | str, dict[str, Any]] = {
         200: {"model": whole, "content": stream, "description": "The answer; with `stream`, chunks of it as server-sent events."}
     }
-    return found | {code: {"model": ErrorResponse, "description": text} for code, text in _ERRORS.items()}
+    return found | error_responses(*_ERRORS)
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors that a route may answer with, for FastAPI's `responses`."""
+    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in statuses}
 
 
 def describe(app: FastAPI, *chunks: type[BaseModel]) -> dict[str, Any]:

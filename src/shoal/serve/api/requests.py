@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from shoal.web.auth import RefusedError
@@ -20,6 +21,8 @@ _MOST_CALLS = 128
 _LARGEST_BODY = 4 * 2**20
 _LARGEST_SEED = 2**63
 _MOST_TOKENS = 10**9
+_NOT_OFFERED = "not_offered"
+"""The kind of pydantic's error for a value that OpenAI's API takes and this server does not."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -78,6 +81,12 @@ class StreamOptions(StrictModel):
 
 class TextFormat(StrictModel):
     type: Literal["text"]
+
+
+def _no_tools(value: Any) -> Any:
+    if value != []:
+        raise PydanticCustomError(_NOT_OFFERED, "tools")
+    return value
 
 
 def _as_list(value: Any) -> Any:
@@ -140,6 +149,11 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = Field(default=False, description="Report the log probability of each token.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Likely tokens to report beside each token.")
     response_format: TextFormat | None = Field(default=None, description="Text is the only format.")
+    tools: Annotated[list[Any], BeforeValidator(_no_tools)] = Field(default=[], max_length=0, description="Must be empty.")
+    tool_choice: Literal["none"] = Field(default="none", description="There are no tools to choose from.")
+    parallel_tool_calls: bool = Field(default=False, description="Accepted and not used.")
+    store: Literal[False] = Field(default=False, description="The server stores no conversation.")
+    service_tier: str | None = Field(default=None, description="Accepted and not used.")
 
     @field_validator("top_logprobs")
     @classmethod
@@ -189,7 +203,28 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-_FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatMessage.model_fields}
+class TokenizeRequest(StrictModel):
+    """A text or a conversation, and no more than one of them."""
+
+    model: str | None = Field(default=None, description="The name that GET /v1/models lists.")
+    prompt: str | None = Field(default=None, description="The text.")
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description="The conversation.")
+    add_special_tokens: bool = Field(default=True, description="Begin a text with the token that the model expects before it.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) is (self.messages is None):
+            raise ValueError("give prompt or messages, one of both")
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    model: str | None = Field(default=None, description="The name that GET /v1/models lists.")
+    tokens: list[int] = Field(description="Token ids.")
+
+
+_REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ChatMessage)
+_FIELDS = {name for request in _REQUESTS for name in request.model_fields}
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
@@ -198,11 +233,11 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
     param, kind = _param(error["loc"]), error["type"]
     if kind == "missing":
         return RefusedError(400, f"you must provide {param}", param=param)
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", _NOT_OFFERED):
         name = str(error["loc"][-1])[:100]
         return RefusedError(400, f"{name} is not offered by this server", param=param or name, code="unsupported_parameter")
     text = str(error["msg"]).removeprefix("Value error, ")
-    return RefusedError(400, text if text.startswith(param) else f"{param}: {text[:1].lower()}{text[1:]}", param=param)
+    return RefusedError(400, text if text.startswith(param) else f"{param}: {text[:1].lower()}{text[1:]}", param=param or None)
 
 
 def _param(place: Sequence[str | int]) -> str:

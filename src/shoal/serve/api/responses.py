@@ -124,6 +124,17 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
+class Tokenized(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    """Tokens that a prompt and its answer may have together."""
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
 class Status(BaseModel):
     model: str
     machines: list[MachineEntry]
