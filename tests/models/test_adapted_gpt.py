@@ -19,6 +19,7 @@ from shoal.models import build
 from shoal.models.huggingface.adapted_gpt import AdaptedGpt
 from shoal.models.huggingface.as_gpt import weights_for
 from shoal.models.huggingface.model import HuggingFace
+from shoal.runs.monitoring.throughput import operations_per_token
 from shoal.tasks.language import LanguageModelling
 
 transformers = pytest.importorskip("transformers")
@@ -138,6 +139,25 @@ def test_weights_in_few_bits_are_the_same_bits(tmp_path, kind, settings, load):
         named = weights_for(one, dict(other.named_parameters()))
         assert named.keys() == dict(one.named_parameters()).keys()
         assert all(torch.equal(named[name], value) for name, value in one.named_parameters())
+
+
+@pytest.mark.parametrize("load", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_token_takes_as_many_operations_as_in_the_original_layers(tmp_path, tied, load):
+    folder = written("llama", tmp_path, num_key_value_heads=2, tie_word_embeddings=tied)
+    run = run_of(folder, "own", {}, load, precision="bf16")
+    own, original = (operations_per_token(run, network_of(folder, layers, load=load, precision="bf16")) for layers in ("own", "original"))
+    assert own == original > 0
+
+
+def test_a_token_takes_as_many_operations_without_adapters_in_either_layers(tmp_path):
+    folder, settings = written("llama", tmp_path, num_key_value_heads=2), {"data": {"sequence_length": 32}}
+    found = []
+    for layers in ("own", "original"):
+        model = {"model": {"kind": "huggingface", "pretrained": str(folder), "layers": layers}}
+        run = resolve_data(model | settings, name="test", dialect="shoal", environ={}).run
+        found.append(operations_per_token(run, build(run, DataShapes(vocab_size=50))["model"]))
+    assert found[0] == found[1] > 0
 
 
 def test_the_model_of_peft_comes_back_whole(tmp_path):

@@ -1,4 +1,7 @@
-"""docs/finetune.md: its commands lead from a model's folder and conversations to a model that answers over HTTP."""
+"""docs/finetune.md: its commands lead from a model's folder and conversations to a model that answers over HTTP.
+
+The first commands of docs/islands.md train on the same files.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,23 @@ from tests.support.processes import HANG_S
 from tests.support.small_service import running
 from tests.whole.test_one_text_format import small_chat_model
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "finetune.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "finetune.md").read_text(encoding="utf-8")
+ISLANDS = (DOCS / "islands.md").read_text(encoding="utf-8")
 
 
-def prepared(folder: Path) -> list[list[str]]:
-    """Write the files of the page into the current folder, and return its commands, block by block."""
+def prepared(folder: Path, page: str = PAGE, name: str = "finetune.yaml") -> list[list[str]]:
+    """Write the files of the page into the folder, its first YAML block under the name, and return its commands, block by block."""
     small_chat_model(folder / "my-model", "smollm2")
     example = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    config = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    config = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert example is not None
     assert config is not None
     rows = [json.loads(example[1]), *({"messages": chat} for chat in conversations(30))]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "finetune.yaml").write_text(config[1])
+    (folder / name).write_text(config[1])
     assert yaml.safe_load(config[1])["model"]["pretrained"] == "my-model"
-    return [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
+    return [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
 
 
 @pytest.mark.long
@@ -44,6 +49,20 @@ def test_two_islands_learn_from_conversations(tmp_path: Path, monkeypatch: pytes
     assert main([*shlex.split(command)[1:], *smaller]) == 0
     assert "completed" in capsys.readouterr().out
     assert (tmp_path / "islands" / "model" / "tokenizer.json").exists()
+
+
+@pytest.mark.long
+def test_the_first_commands_of_the_page_of_islands_train_on_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    commands = prepared(tmp_path, ISLANDS, "islands.yaml")[0]
+    assert [command.split()[1] for command in commands] == ["config", "train", "generate"]
+    for command in commands:
+        smaller = ["training.device=cpu", "training.epochs=1", "strategy.inner_steps=2"] if " train " in command else []
+        assert main([*shlex.split(command)[1:], *(word for one in smaller for word in ("--set", one))]) == 0, command
+        assert "error" not in "".join(capsys.readouterr()), command
 
 
 def test_the_commands_of_the_page_lead_to_a_served_model(

@@ -169,14 +169,20 @@ def _operations_of(run: Run, engine: Engine) -> float:
 def operations_per_token(run: Run, model: Any) -> float:
     """Operations of a token's forward and backward pass through a model. Embeddings count only where they are the output matrix."""
     products = sum((_PASSES + _WEIGHT_GRADIENT * weight.requires_grad) * used for weight, used in numbers_used(model))
-    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
-    output = getattr(model, "output_weight", None)
-    inner = getattr(getattr(model, "inner", None), "get_output_embeddings", lambda: None)()
-    used_twice = {id(one) for one in (output, getattr(inner, "codes", None), getattr(inner, "weight", None)) if one is not None}
-    looked_up = [table.weight for table in tables if id(table.weight) not in used_twice]
-    products -= sum((_PASSES + _WEIGHT_GRADIENT * weight.requires_grad) * weight.numel() for weight in looked_up)
+    tables = {id(one.weight): one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding) and one.weight is not None}
+    for weight in _output_weights(model):
+        tables.pop(id(weight), None)
+    products -= sum((_PASSES + _WEIGHT_GRADIENT * weight.requires_grad) * weight.numel() for weight in tables.values())
     layers, width = _shape(run, model)
     return products + _ATTENTION * layers * width * (run.data.sequence_length or 0)
+
+
+def _output_weights(model: Any) -> list[Any]:
+    """The output matrix, as the modules that may hold it store it."""
+    inner = getattr(getattr(model, "inner", None), "get_output_embeddings", lambda: None)()
+    tied = model.token_embedding if getattr(model, "output", model) is None else None
+    stored = [getattr(one, name, None) for one in (inner, tied) for name in ("codes", "weight")]
+    return [getattr(model, "output_weight", None), *stored]
 
 
 def _shape(run: Run, model: Any) -> tuple[int, int]:
@@ -185,6 +191,9 @@ def _shape(run: Run, model: Any) -> tuple[int, int]:
     if config is not None:
         heads = getattr(config, "num_attention_heads", 0)
         return getattr(config, "num_hidden_layers", 0), heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+    if getattr(model, "conversion", None) is not None:  # Shoal's layers of a Hugging Face shape
+        attention = model.blocks[0].attention
+        return len(model.blocks), attention.query_heads * attention.head_size
     attends = hasattr(run.model, "num_heads")
     return (run.model.num_layers, run.model.hidden_size) if attends else (0, 0)  # type: ignore[attr-defined]
 
