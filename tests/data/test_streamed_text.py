@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data import StreamedText
+from shoal.data import StreamedText, TokenTexts
+from shoal.data.text.tokenizers.library import LibraryTokenizer
 from shoal.data.text.tokenizers.own import ByteTokenizer
 
 
@@ -32,3 +34,20 @@ def test_half_a_character_waits_for_the_rest():
     assert [stream.add(byte) for byte in "é".encode()] == ["", "é"]
     stream.add("é".encode()[0])
     assert stream.finish() == "\ufffd"
+
+
+def test_a_single_token_keeps_the_space_that_it_has_within_a_text():
+    """A decoder of SentencePiece removes the space at the beginning of a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["<unk>", "a", "▁Hello", "▁world", "s"]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    tokenizer = LibraryTokenizer(made, name="pieces", config={})
+    ids = tokenizer.encode("Hello worlds")
+    assert tokenizer.decode(ids) == "Hello worlds"
+    assert [TokenTexts(tokenizer)[token] for token in ids] == [" Hello", " world", "s"]
+
+
+def test_a_part_of_a_character_has_a_text_of_its_own():
+    texts = TokenTexts(ByteTokenizer())
+    assert [texts[token] for token in (65, 97, 0xC3)] == ["A", "a", "\ufffd"]

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import httpx
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -139,12 +140,48 @@ def test_curl_prints_the_words_as_they_come(service):
 def test_the_openai_client_completes_and_lists_models(client):
     answer = client.completions.create(model="tiny", prompt=["ab", [97, 98, 99]], max_tokens=5, temperature=0, logprobs=2, echo=True)
     assert [choice.text[:2] for choice in answer.choices] == ["ab", "ab"]
-    assert len(answer.choices[0].logprobs.token_logprobs) == 5
     told = answer.choices[0].logprobs
-    assert told.text_offset[0] == len("ab")
+    assert [one is None for one in told.token_logprobs] == [True] + [False] * 6
+    assert "".join(told.tokens) == answer.choices[0].text
+    assert told.text_offset[0] == 0
     assert [after - before for before, after in pairwise(told.text_offset)] == [len(word) for word in told.tokens[:-1]]
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_an_echo_with_probabilities_scores_many_prompts(service, most):
+    """As the harness of language models asks: token ids, and one token that it drops."""
+    prompts = [[97 + i % 20, 98, 99, 100 + i % 3] for i in range(64)]
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": most, "logprobs": 1, "echo": True, "temperature": 0}
+    choices = ask(service, "/v1/completions", body).json()["choices"]
+    with torch.no_grad():
+        expected = service.engine.backend.model(torch.tensor(prompts)).double().log_softmax(-1)
+    for ids, choice, logprobs_LV in zip(prompts, choices, expected, strict=True):
+        told = choice["logprobs"]
+        assert choice["text"][:4] == bytes(ids).decode()
+        assert len(told["tokens"]) == len(told["top_logprobs"]) == 4 + most
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        assert told["token_logprobs"][1:4] == pytest.approx([logprobs_LV[i, ids[i + 1]].item() for i in range(3)], abs=1e-4)
+        assert [max(one.values()) for one in told["top_logprobs"][1:4]] == pytest.approx(logprobs_LV[:3].amax(1).tolist(), abs=1e-4)
+
+
+def test_a_stream_begins_with_the_probabilities_of_its_prompt(service):
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "logprobs": 0, "echo": True, "seed": 1}
+    whole = ask(service, "/v1/completions", body).json()["choices"][0]
+    lines = ask(service, "/v1/completions", body | {"stream": True}).text.splitlines()
+    parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line and not line.endswith("[DONE]")]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [one for part in parts for one in part["logprobs"][name]] == whole["logprobs"][name]
+
+
+def test_a_request_has_a_bounded_number_of_answers(service):
+    asked = {"model": "tiny", "max_tokens": 1}
+    for fields in ({"prompt": ["a"] * 65}, {"prompt": ["a"] * 33, "n": 2}):
+        refused = ask(service, "/v1/completions", asked | fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt"
 
 
 def test_errors_reach_the_openai_client_in_its_own_classes(client):

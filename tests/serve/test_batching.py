@@ -22,7 +22,7 @@ from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, QueueFullError
+from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, PromptLogprobs, QueueFullError
 from shoal.serve.nodes.distributed_model import DistributedModel
 
 VOCABULARY = 40
@@ -114,6 +114,42 @@ def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
     assert [listener.tokens for listener in heard] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert {listener.end for listener in heard} == {"length"}
     assert not one.backend.caches.requests
+
+
+@pytest.mark.parametrize("kind", ["learned", "moe", "lstm", "llama"])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_probabilities_of_a_prompt_are_those_of_a_forward_pass(kind, tokens):
+    """In chunks, beside requests that decode, and whatever the prefix cache holds."""
+    model, chance = make_model(kind), random.Random(4)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 40)]
+    one = BatchingEngine(LocalBackend(model), most_running=4, most_waiting=9, clock=itertools.count().__next__, kept_tokens=200)
+    beside, scored = Heard(), []
+    one.submit(job([3, 4], beside, 20))
+    for prompt in [*prompts, prompts[1]]:
+        scored.append((prompt, PromptLogprobs(prompt, 2), Heard()))
+        one.submit(job(prompt, scored[-1][2], tokens, collector=scored[-1][1]))
+        one.step()
+    finish(one)
+    assert beside.tokens == alone(model, [3, 4], 20)
+    for prompt, found, heard in scored:
+        with torch.no_grad():
+            logprobs_LV = model(torch.tensor([prompt]))[0].log_softmax(-1)
+        assert [one.token for one in found.found] == prompt
+        assert [one.logprob for one in found.found[1:]] == pytest.approx([float(logprobs_LV[i, t]) for i, t in enumerate(prompt[1:])])
+        assert [[other.token for other in one.others] for one in found.found[1:]] == logprobs_LV[:-1].topk(2).indices.tolist()
+        assert (heard.end, heard.tokens) == ("length", alone(model, prompt, 1)[:tokens])
+
+
+def test_the_token_that_ends_a_text_is_reported_beside_those_of_its_prompt():
+    """Who asks for one token and drops the last would otherwise drop one of the prompt."""
+    model, heard = make_model("rotary"), []
+    (end,) = alone(model, [5, 6], 1)
+    one = engine(model)
+    asked = {"collector": PromptLogprobs([5, 6], 1), "eos_ids": frozenset({end}), "top_logprobs": 1}
+    one.submit(job([5, 6], lambda event: bool(heard.append(event)), 1, **asked))
+    finish(one)
+    assert [(heard[0].token, heard[0].is_end), heard[1]] == [(end, True), Finished("stop")]
+    assert heard[0].logprob < 0
 
 
 def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():

@@ -12,7 +12,7 @@ from shoal.data.retrieval.load_index import open_finder, retrieval_of
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_prompts
 from shoal.data.text.run_tokenizer import PromptEncoder
 from shoal.data.text.sources import reads_context
-from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
+from shoal.data.text.tokenizers import StreamedText, Tokenizer, TokenTexts, load_tokenizer
 from shoal.data.unit_feed import UnitBatches
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Samples",
     "ShardFeed",
     "StreamedText",
+    "TokenTexts",
     "Tokenizer",
     "UnitBatches",
     "answer_samples",

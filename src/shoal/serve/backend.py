@@ -40,6 +40,7 @@ class LocalBackend(Backend):
     """The whole model on this machine."""
 
     microbatches = 1
+    gives_prompt_outputs = True
 
     def __init__(self, model: Any, beside: SideTexts | None = None) -> None:
         """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one."""
@@ -75,6 +76,8 @@ class LocalBackend(Backend):
 
     @torch.inference_mode()
     def _read(self, batch: ForwardBatch) -> Tensor | None:
+        if batch.output is not None:
+            return self._read_everywhere(batch)
         if not batch.needs_logits and hasattr(self.model, "project") and not reads_beside(self.model):
             # A model of our own can leave out the product with its output matrix, which is as large as many layers
             self.model.hidden(torch.tensor(batch.ids, device=self.device), cache=self.caches.of_one(batch.requests[0], len(batch.ids[0])))
@@ -86,8 +89,18 @@ class LocalBackend(Backend):
 
     def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
         cache, ids_1L = self.caches.of_one(request, len(ids)), torch.tensor([ids], device=self.device)
-        keywords = self._readers.setdefault(request, SideTextReader(self.model, self.beside)).after(ids_1L) if self.beside else {}
-        return self.model.next_logits(ids_1L, cache, **keywords)
+        return self.model.next_logits(ids_1L, cache, **self._side_texts(request, ids_1L))
+
+    def _read_everywhere(self, batch: ForwardBatch) -> Tensor:
+        """The logits [1, L, V] at all tokens of a prompt's chunk."""
+        (request,), ids_1L = batch.requests, torch.tensor(batch.ids, device=self.device)
+        cache = self.caches.of_one(request, ids_1L.shape[1])
+        logits_1LV: Tensor = self.model(ids_1L, cache=cache, **self._side_texts(request, ids_1L))
+        return logits_1LV
+
+    def _side_texts(self, request: int, ids_1L: Tensor) -> dict[str, Any]:
+        """Arguments with the passages that the model reads beside these tokens."""
+        return self._readers.setdefault(request, SideTextReader(self.model, self.beside)).after(ids_1L) if self.beside else {}
 
     def retain(self, request: int) -> bool:
         """A cache can be shared where it holds keys and values, of which the last can be cut off."""

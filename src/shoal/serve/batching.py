@@ -9,6 +9,7 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ _PREFILL_SHARE = 0.75
 more prompts wait than requests decode, each prompt counts as much as a request; else many would wait long for the sake of a few."""
 _MOST_PROMPTS_PER_DECODER = 4.0
 """Waiting prompts that count for each request that decodes: they make its tokens slower, and never stop them."""
+_NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 64
+"""Bounds the logits at all tokens of a prompt: numbers in memory, and rows whose probabilities are computed together."""
 _MOST_DEBT = 4.0
 """Tokens' time for which no prompt is read after a chunk that took longer than expected."""
 
@@ -51,6 +54,11 @@ class ForwardBatch(NamedTuple):
     """The ids are the last chosen tokens, which a backend that chooses them has itself."""
     draws: tuple[float, ...] = ()
     """The random numbers of the next tokens, for a backend that chooses them."""
+    output: PromptOutput | None = None
+    """What the result has at every token of one prompt, as [1, L, …]; None: it has the logits of the next tokens alone."""
+
+
+PromptOutput = Literal["logits"]
 
 
 @dataclass
@@ -88,6 +96,8 @@ class Backend(Protocol):
     """Tokens of prompts that are read at once where no request waits for a token meanwhile."""
     ragged: bool = False
     """Whether prompts of different lengths are read together."""
+    gives_prompt_outputs: bool = False
+    """Whether it computes `ForwardBatch.output`."""
 
     @property
     def microbatches(self) -> int:
@@ -146,6 +156,36 @@ class GeneratedToken(NamedTuple):
     """None where the request did not ask for it."""
     others: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this position."""
+    is_end: bool = False
+    """Whether it ends the text and has no text itself. Such tokens are reported only with the log-probabilities of the prompt."""
+
+
+class PromptCollector(ABC):
+    """Takes what the model computes at the tokens of one prompt, in their order."""
+
+    output: PromptOutput
+
+    @abstractmethod
+    def add(self, values_LX: Tensor) -> None:
+        """Take the values at the next tokens. Raises NotFiniteError."""
+
+
+class PromptLogprobs(PromptCollector):
+    """The log-probability of each token of a prompt after those before it, and of the likeliest tokens there. The first has none."""
+
+    output = "logits"
+
+    def __init__(self, ids: Sequence[int], count: int) -> None:
+        """`count`: how many likely tokens are reported."""
+        self.ids, self.count = ids, count
+        self.found = [GeneratedToken(ids[0])]
+
+    def add(self, values_LX: Tensor) -> None:
+        if not finite_rows(values_LX).all():
+            raise NotFiniteError
+        for logits_RV in values_LX.split(_ROWS_AT_ONCE):
+            tokens = self.ids[len(self.found) : len(self.found) + len(logits_RV)]  # after the last token of the prompt comes none
+            self.found += _with_logprobs(logits_RV[: len(tokens)], tokens, self.count)
 
 
 class ChosenTokens(NamedTuple):
@@ -184,6 +224,8 @@ class GenerationJob:
     top_logprobs: int | None = None
     """How many likely tokens are reported beside each token; None: no probabilities at all."""
     deadline: float = float("inf")
+    collector: PromptCollector | None = None
+    """Takes what is computed at the tokens of the prompt, of which nothing comes from the prefix cache then."""
     number: int = -1
     read: int = 0
     """Tokens of the prompt that the model has read, or is reading."""
@@ -289,7 +331,7 @@ class BatchingEngine:
 
     def _reuse(self, job: GenerationJob) -> None:
         """Take the beginning of the prompt from the prefix cache."""
-        found = self.prefixes.longest(job.prompt_ids)
+        found = self.prefixes.longest(job.prompt_ids) if job.collector is None else None
         if found is None:
             return
         retained, length = found
@@ -319,17 +361,21 @@ class BatchingEngine:
 
     def _read(self, job: GenerationJob, budget: int) -> int:
         """Start to read at most `budget` tokens of a prompt, and of others. Return how many tokens that are."""
-        if self.backend.ragged and len(job.prompt_ids) - job.read <= budget:
+        if job.collector is not None:
+            budget = min(budget, max(self.backend.smallest_chunk, _NUMBERS_AT_ONCE // self.backend.vocab_size))
+        elif self.backend.ragged and len(job.prompt_ids) - job.read <= budget:
             return self._read_whole(budget)
         chunk, fresh = job.prompt_ids[job.read : job.read + budget], job.read == 0
         whole = len(job.prompt_ids) == len(chunk)
-        beside = [one for one in self.running if fresh and whole and one is not job and not one.read and len(one.prompt_ids) == len(chunk)]
-        jobs = [job, *beside[: budget // len(chunk) - 1]]
+        others = [one for one in self.running if one is not job and not one.read and one.collector is None]
+        beside = [one for one in others if fresh and whole and len(one.prompt_ids) == len(chunk)]
+        jobs = [job, *beside[: budget // len(chunk) - 1]] if job.collector is None else [job]
         for one in jobs:
             one.read += len(chunk)
             one.reading += len(chunk)
         ids = tuple(tuple(one.prompt_ids[one.read - len(chunk) : one.read]) for one in jobs)
-        self._begin(ForwardBatch(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids)), jobs)
+        output = None if job.collector is None else job.collector.output
+        self._begin(ForwardBatch(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids), output=output), jobs)
         return len(chunk) * len(jobs)
 
     def _read_whole(self, budget: int) -> int:
@@ -337,7 +383,7 @@ class BatchingEngine:
         jobs: list[GenerationJob] = []
         ids: list[tuple[int, ...]] = []
         for job in self.running:
-            rest = tuple(job.prompt_ids[job.read :])
+            rest = () if job.collector else tuple(job.prompt_ids[job.read :])
             if rest and sum(map(len, ids)) + len(rest) <= budget:
                 jobs.append(job)
                 ids.append(rest)
@@ -366,6 +412,8 @@ class BatchingEngine:
             self.tokens_read += sum(map(len, batch.ids))
         if isinstance(result, ChosenTokens):
             self._take_chosen(rows, result)
+        elif result is not None and batch.output is not None:
+            self._collect([job for job, _ in rows], result, batch.needs_logits)
         elif result is not None and batch.needs_logits and rows:
             whole = len(rows) == len(batch.requests)
             self._choose([job for job, _ in rows], result if whole else result[[row for _, row in rows]])
@@ -383,12 +431,24 @@ class BatchingEngine:
                 self._warn(f"a request ended: {NotFiniteError()}")
                 self._end(job, "not_finite")
                 continue
-            self.tokens_written += 1
             generated = GeneratedToken(token)
             if chosen.logprobs is not None and job.top_logprobs is not None:
                 logprob, others = chosen.logprobs[row]
                 generated = GeneratedToken(token, logprob, tuple(others[: job.top_logprobs]))
             self._take(job, generated)
+
+    def _collect(self, jobs: list[GenerationJob], values_1LX: Tensor, is_last: bool) -> None:
+        """Take what was computed at the tokens of a prompt. `is_last`: it was the last of its chunks."""
+        for job in jobs:
+            assert job.collector is not None
+            try:
+                job.collector.add(values_1LX[0])
+            except NotFiniteError as problem:
+                self._warn(f"a request ended: {problem}")
+                self._end(job, "not_finite")
+                continue
+            if is_last:
+                self._choose([job], values_1LX[:, -1])
 
     def fail(self) -> None:
         """End all running requests after an error in the middle of a step."""
@@ -421,8 +481,8 @@ class BatchingEngine:
             return
         self.wrote_at = self.clock()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
-            self.tokens_written += 1
-            self._take(job, _with_logprobs(logits_V, token, job.top_logprobs))
+            count = job.top_logprobs
+            self._take(job, GeneratedToken(token) if count is None else _with_logprobs(logits_V[None], [token], count)[0])
 
     def _end_not_finite(self, jobs: list[GenerationJob], logits_BV: Tensor, finite: list[bool], problem: ShoalError) -> None:
         """End the jobs whose logits are not finite; the others get their tokens."""
@@ -435,7 +495,13 @@ class BatchingEngine:
             self._choose([jobs[row] for row in rows], logits_BV[rows])
 
     def _take(self, job: GenerationJob, generated: GeneratedToken) -> None:
+        if job.max_tokens == 0:
+            self._end(job, "length")
+            return
+        self.tokens_written += 1
         if generated.token in job.eos_ids:
+            if job.collector is not None:
+                job.on_event(generated._replace(is_end=True))
             self._end(job, "stop")
             return
         job.written.append(generated.token)
@@ -473,13 +539,13 @@ def _grouped(decoding: list[GenerationJob], count: int) -> list[list[GenerationJ
     return [group for group in groups if group]
 
 
-def _with_logprobs(logits_V: Tensor, token: int, count: int | None) -> GeneratedToken:
-    if count is None:
-        return GeneratedToken(token)
-    logprobs_V = logits_V.double().log_softmax(-1)
-    best = logprobs_V.topk(min(count, len(logprobs_V)))
-    others = tuple(TokenLogprob(int(i), float(p)) for i, p in zip(best.indices, best.values, strict=True))
-    return GeneratedToken(token, float(logprobs_V[token]), others)
+def _with_logprobs(logits_RV: Tensor, tokens: Sequence[int], count: int) -> list[GeneratedToken]:
+    """Each token with its log-probability, and those of the `count` likeliest tokens."""
+    logprobs_RV = logits_RV.double().log_softmax(-1)
+    own = logprobs_RV.gather(1, torch.tensor(tokens, device=logits_RV.device, dtype=torch.long)[:, None])[:, 0].tolist()
+    best = logprobs_RV.topk(min(count, logprobs_RV.shape[1]))
+    rows = zip(tokens, own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [GeneratedToken(token, logprob, tuple(map(TokenLogprob, ids, values))) for token, logprob, ids, values in rows]
 
 
 class _PrefillBudget:

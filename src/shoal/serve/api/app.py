@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match
 
+from shoal.data import TokenTexts
 from shoal.runs.monitoring.prometheus import Metric, MetricSample, exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, check_tokens, prompt_ids, tokens_of
@@ -47,6 +48,7 @@ class Api:
 
     def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
         self.served, self.engine = served, engine
+        self.token_texts = TokenTexts(served.tokenizer)
         self.answered: Counter[int] = Counter()
         """Requests by status."""
         self.created = int(time.time())
@@ -153,7 +155,7 @@ class Api:
         self._check_model(body.model)
         prompts = await asyncio.to_thread(prompt_ids, body, self.served, self.engine.backend.vocab_size)
         generation = Generation(self.engine, self.served, body, prompts)
-        writer = schema.ResponseWriter(generation, self.served.name, self.served.tokenizer)
+        writer = schema.ResponseWriter(generation, self.served.name, self.served.tokenizer, self.token_texts)
         if body.stream:
             response: Response = StreamingResponse(
                 _stream(generation, writer), media_type="text/event-stream", headers={"cache-control": "no-store"}

@@ -10,7 +10,16 @@ from shoal import data
 from shoal.data.text.conversations import messages_of
 from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
 from shoal.serve.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt, TokenizeRequest
-from shoal.serve.batching import BatchingEngine, EndReason, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
+from shoal.serve.batching import (
+    BatchingEngine,
+    EndReason,
+    Finished,
+    GeneratedToken,
+    GenerationJob,
+    JobEvent,
+    PromptLogprobs,
+    QueueFullError,
+)
 from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
 
@@ -18,6 +27,9 @@ _LEAST_TOP_P = 1e-9
 """A request may say top_p 0, and means the most likely token."""
 _INTERVAL_S = 0.04
 """Between two events of a stream, at least: an event takes the processor as long as some tokens take a fast GPU."""
+
+
+NOT_WHOLE = "by this server, which computes the model over several machines or with paged caches on a GPU"
 
 
 class TextDelta(NamedTuple):
@@ -91,7 +103,8 @@ class ChoiceDecoder:
             self._deliver(rest, event.reason)
             return True
         self._tokens.append(event)
-        self._undecoded.append(event.token)
+        if not event.is_end:
+            self._undecoded.append(event.token)
         is_due = self.interval == 0 or self.clock() >= self._next
         if is_due or self.stops.words:
             self._decode()
@@ -153,6 +166,11 @@ class Generation:
         """Tokens of the prompts that were in the prefix cache: the number is that of each prompt's first choice."""
         return sum(job.reused for job in self._jobs[:: self.request.n])
 
+    def prompt_logprobs(self, index: int) -> Sequence[GeneratedToken]:
+        """The tokens of the prompt of a choice, if their log-probabilities were asked for."""
+        collector = self._jobs[index].collector
+        return collector.found if isinstance(collector, PromptLogprobs) else ()
+
     def _deliver(self, delta: TextDelta) -> None:
         try:
             self._loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
@@ -185,7 +203,17 @@ class Generation:
             self.served.eos_ids,
             request.logprob_count,
             self.engine.clock() + settings.request_timeout_s,
+            self._collector(ids),
         )
+
+    def _collector(self, ids: list[int]) -> PromptLogprobs | None:
+        """Collects the log-probabilities of an echoed prompt. Raises RefusedError."""
+        count = self.request.logprob_count
+        if count is None or not (isinstance(self.request, CompletionRequest) and self.request.echo):
+            return None
+        if not self.engine.backend.gives_prompt_outputs:
+            raise RefusedError(400, f"echo with logprobs is not offered {NOT_WHOLE}", param="echo", code="unsupported_parameter")
+        return PromptLogprobs(ids, count)
 
 
 def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:
@@ -202,7 +230,7 @@ def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:
 
 def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: int) -> int:
     """Tokens that the answer may have. Raises RefusedError where the model's context is too short for them."""
-    wanted = request.token_limit or 1
+    wanted = 1 if request.token_limit is None else request.token_limit
     if prompt + wanted > longest:
         what = "conversation" if request.is_chat else "prompt"
         message = f"this model's context is {longest} tokens, and this {what} has {prompt}"
@@ -211,7 +239,7 @@ def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: 
         else:
             message += ": start a new conversation, or shorten it" if request.is_chat else ": shorten it"
         raise RefusedError(400, message, param="messages" if request.is_chat else "prompt", code="context_length_exceeded")
-    return request.token_limit or min(usual, longest - prompt)
+    return min(usual, longest - prompt) if request.token_limit is None else request.token_limit
 
 
 def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from shoal.web.auth import RefusedError
 
-MOST_CHOICES = 8
+MOST_CHOICES, MOST_PROMPTS = 8, 64
 MOST_STOPS = 4
 MOST_BIASES = 300
 _MOST_CALLS = 128
@@ -173,7 +173,7 @@ class ChatRequest(GenerationRequest):
 
 Prompt = str | Annotated[list[int], Field(min_length=1)]
 """A text, or its token ids."""
-Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
 
 
 def _as_prompts(value: Any) -> Any:
@@ -187,9 +187,19 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Prompts, BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Prompts)] = Field(
         description="One prompt or several; each is a text, or a list of token ids."
     )
+    max_tokens: int | None = Field(
+        default=None, ge=0, le=_MOST_TOKENS, description="The most tokens that an answer may have. 0: the prompt is read, for `echo`."
+    )
     logprobs: int | None = Field(default=None, ge=0, le=5, description="Likely tokens to report beside each token.")
-    echo: bool = Field(default=False, description="Begin each answer with its prompt.")
+    echo: bool = Field(default=False, description="Begin each answer with its prompt. With `logprobs`, its tokens are reported, too.")
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES, description="Must equal n.")
+
+    @field_validator("prompt")
+    @classmethod
+    def _bounded(cls, value: list[Prompt], others: ValidationInfo) -> list[Prompt]:
+        if len(value) * others.data.get("n", 1) > MOST_PROMPTS:
+            raise ValueError(f"a request may have {MOST_PROMPTS} answers at most: prompts times n")
+        return value
 
     @field_validator("best_of")
     @classmethod

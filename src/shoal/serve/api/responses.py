@@ -6,13 +6,13 @@ import json
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel
 
-from shoal.data import Tokenizer
+from shoal.data import StreamedText, Tokenizer, TokenTexts
 from shoal.serve.api.completion import Generation, TextDelta
 from shoal.serve.api.requests import CompletionRequest
 from shoal.serve.batching import GeneratedToken, MachineEntry
@@ -39,7 +39,7 @@ class ChatLogprobs(BaseModel):
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -168,12 +168,15 @@ class ErrorResponse(BaseModel):
 class ResponseWriter:
     """Writes one answer: a chat's or a completion's, whole or in chunks."""
 
-    def __init__(self, generation: Generation, model: str, tokenizer: Tokenizer) -> None:
-        self.generation, self.request, self.tokenizer = generation, generation.request, tokenizer
+    def __init__(self, generation: Generation, model: str, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+        """`texts`: of single tokens."""
+        self.generation, self.request, self.tokenizer, self.texts = generation, generation.request, tokenizer, texts
         id = f"{'chatcmpl' if self.request.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
-        self._text_lengths: dict[int, int] = {}
-        """By choice: characters of the tokens whose probabilities were written, and of the echoed prompt before them."""
+        self._decoded: dict[int, StreamedText] = {}
+        """By choice: decodes the tokens whose probabilities were written."""
+        self._text_lengths: Counter[int] = Counter()
+        """By choice: the characters of these tokens."""
         self._begun: set[int] = set()
         """Choices of which a chunk was written."""
 
@@ -185,7 +188,7 @@ class ResponseWriter:
         if self.request.is_chat:
             chats = [self._chat_choice(i, parts) for i, parts in enumerate(by_choice)]
             return _json(ChatCompletion(**self._head, object="chat.completion", choices=chats, usage=usage))
-        texts = [self._text_choice(i, parts, self._echo(i)) for i, parts in enumerate(by_choice)]
+        texts = [self._text_choice(i, parts, is_first=True) for i, parts in enumerate(by_choice)]
         return _json(TextCompletion(**self._head, object="text_completion", choices=texts, usage=usage))
 
     def chunk(self, delta: TextDelta) -> str | None:
@@ -197,7 +200,7 @@ class ResponseWriter:
         if self.request.is_chat:
             choice: ChatChunkChoice | CompletionChoice = self._chat_chunk_choice(delta, is_first)
         else:
-            choice = self._text_choice(delta.choice, [delta], self._echo(delta.choice) if is_first else "")
+            choice = self._text_choice(delta.choice, [delta], is_first)
         return self._chunk([choice], **({"usage": None} if self.request.stream_options.include_usage else {}))
 
     def usage_chunk(self) -> str:
@@ -222,9 +225,10 @@ class ResponseWriter:
         said = AssistantDelta.model_validate(role | content)
         return ChatChunkChoice(index=delta.choice, delta=said, logprobs=self._chat_logprobs([delta]), finish_reason=_reason(delta))
 
-    def _text_choice(self, index: int, deltas: Sequence[TextDelta], echo: str) -> CompletionChoice:
-        text, reason = echo + "".join(delta.text for delta in deltas), _reason(deltas[-1])
-        return CompletionChoice(index=index, text=text, logprobs=self._text_logprobs(index, deltas), finish_reason=reason)
+    def _text_choice(self, index: int, deltas: Sequence[TextDelta], is_first: bool) -> CompletionChoice:
+        text, reason = (self._echo(index) if is_first else "") + "".join(delta.text for delta in deltas), _reason(deltas[-1])
+        tokens = [*(self.generation.prompt_logprobs(index) if is_first else ()), *_tokens(deltas)]
+        return CompletionChoice(index=index, text=text, logprobs=self._text_logprobs(index, tokens), finish_reason=reason)
 
     def _echo(self, index: int) -> str:
         has_echo = isinstance(self.request, CompletionRequest) and self.request.echo
@@ -242,34 +246,36 @@ class ResponseWriter:
         ]
         return ChatLogprobs(content=content, refusal=None)
 
-    def _text_logprobs(self, index: int, deltas: Sequence[TextDelta]) -> CompletionLogprobs | None:
+    def _text_logprobs(self, index: int, tokens: Sequence[GeneratedToken]) -> CompletionLogprobs | None:
         if self.request.logprob_count is None:
             return None
-        tokens = _tokens(deltas)
-        words, before = [self._text_of(one.token) for one in tokens], self._text_lengths.get(index)
-        offsets = [*accumulate(map(len, words), initial=len(self._echo(index)) if before is None else before)]
-        self._text_lengths[index] = offsets[-1]
         return CompletionLogprobs(
-            tokens=words,
+            tokens=[self.texts[one.token] for one in tokens],
             token_logprobs=[one.logprob for one in tokens],
-            top_logprobs=[self._by_text(one) for one in tokens],
-            text_offset=offsets[:-1],
+            top_logprobs=[None if one.logprob is None else self._by_text(one) for one in tokens],
+            text_offset=[self._offset(index, one) for one in tokens],
         )
+
+    def _offset(self, index: int, token: GeneratedToken) -> int:
+        """Where in the text of a choice its next token begins. Parts of a character begin where the character does."""
+        if index not in self._decoded:
+            prompt = [] if self.generation.prompt_logprobs(index) else self.generation.prompts[index // self.request.n]
+            self._decoded[index] = StreamedText(self.tokenizer, prompt)
+        at = self._text_lengths[index]
+        self._text_lengths[index] += 0 if token.is_end else len(self._decoded[index].add(token.token))
+        return at
 
     def _by_text(self, token: GeneratedToken) -> dict[str, float]:
         """Tokens with the same text, such as parts of a character, are one entry, with the probability of the likelier one."""
         found: dict[str, float] = {}
         for other in token.others:
-            text = self._text_of(other.token)
+            text = self.texts[other.token]
             found[text] = max(other.logprob, found.get(text, -math.inf))
         return found
 
     def _likely(self, token: int, logprob: float | None) -> LikelyToken:
-        text = self._text_of(token)
+        text = self.texts[token]
         return LikelyToken(token=text, logprob=logprob, bytes=list(text.encode("utf-8")))
-
-    def _text_of(self, token: int) -> str:
-        return self.tokenizer.decode([token])
 
 
 def _tokens(deltas: Sequence[TextDelta]) -> list[GeneratedToken]:

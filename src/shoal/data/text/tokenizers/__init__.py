@@ -2,6 +2,6 @@
 
 from shoal.data.text.tokenizers.interface import Tokenizer
 from shoal.data.text.tokenizers.lookup import load_tokenizer
-from shoal.data.text.tokenizers.streaming import StreamedText
+from shoal.data.text.tokenizers.streaming import StreamedText, TokenTexts
 
-__all__ = ["StreamedText", "Tokenizer", "load_tokenizer"]
+__all__ = ["StreamedText", "TokenTexts", "Tokenizer", "load_tokenizer"]

@@ -11,6 +11,9 @@ _CONTEXT = 6
 _LONGEST_WAIT = 8
 """Ids that are held back for the rest of a character. A character has at most four bytes, so an incomplete one is invalid after that."""
 
+_MOST_SEARCHED = 2000
+"""Ids among which one of a single letter is looked for."""
+
 
 class StreamedText:
     """Decodes the ids after a prompt one by one. For each, only the last few are decoded again, however long the text is."""
@@ -37,3 +40,18 @@ class StreamedText:
             return ""
         self._ids, self._emitted = self._ids[self._emitted :], len(self._ids) - self._emitted
         return now[len(before) :]
+
+
+class TokenTexts:
+    """The text of single tokens as they stand within a text. A SentencePiece decoder removes the space at the beginning of a text, so a
+    token is decoded after a letter."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        letters = ((token, tokenizer.decode([token])) for token in range(min(tokenizer.vocab_size, _MOST_SEARCHED)))
+        token, letter = next(((token, text) for token, text in letters if len(text) == 1 and text.isascii() and text.isalpha()), (None, ""))
+        self._before, self._letter = [] if token is None else [token], letter
+
+    def __getitem__(self, token: int) -> str:
+        text = self._tokenizer.decode([*self._before, token])
+        return text.removeprefix(self._letter) if text.startswith(self._letter) else self._tokenizer.decode([token])
