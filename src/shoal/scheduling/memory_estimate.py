@@ -17,6 +17,18 @@ _ROWS_OF_LSTM = 8
 """The same for an LSTM layer: four gates, the cell, its hyperbolic tangent, the output, and the input."""
 
 
+_LOGITS_ON_CPU = 1 << 24
+"""Logits and their slopes that a CPU holds at a time, in numbers."""
+
+
+class BlockShape(NamedTuple):
+    """The transformer blocks of a network; `heads` is 0 for layers of an LSTM."""
+
+    layers: int
+    width: int
+    heads: int
+
+
 class MemoryEstimate(NamedTuple):
     """Memory for training, in bytes."""
 
@@ -35,12 +47,16 @@ class MemoryEstimate(NamedTuple):
         return MemoryEstimate(weights, gradients, optimizer, self.activations)
 
 
-def training_memory(run: Run, parameters: int, vocabulary: int = 0, frozen_bytes: int = 0) -> MemoryEstimate:
+def training_memory(
+    run: Run, parameters: int, vocabulary: int = 0, frozen_bytes: int = 0, blocks: BlockShape | None = None
+) -> MemoryEstimate:
     """Memory of a worker with one process. Trained weights, gradients and optimizer state are 32-bit; activations are those of one batch.
 
     `vocabulary`: vocabulary size of a language model. `frozen_bytes`: memory of the weights that are not trained.
+    `blocks`: those of the network, where the settings do not name them.
     """
-    kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, getattr(run.model, "num_layers", None))
+    blocks = blocks or _blocks_of(run, getattr(run.model, "num_layers", None))
+    kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, blocks)
     return MemoryEstimate(_FLOAT * parameters + frozen_bytes, _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
 
 
@@ -51,7 +67,7 @@ def stage_memory(run: Run, parameters: int, copied: int, layers: int, vocabulary
     """
     engine, batch = run.engine, run.training.batch_size or 1
     each = -(-batch // min(batch, getattr(engine, "micro_batches", 1)))
-    kept = under_way * _activations(run, parameters, vocabulary, each, layers)
+    kept = under_way * _activations(run, parameters, vocabulary, each, _blocks_of(run, layers))
     held = _FLOAT * (parameters + copied)
     return MemoryEstimate(held, held, _FLOAT * _states(run) * parameters, kept)
 
@@ -62,18 +78,23 @@ def _states(run: Run) -> int:
     return (_STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))) if isinstance(optimizer, TorchOptimizer) else 2
 
 
-def _activations(run: Run, parameters: int, vocabulary: int, batch: int, layers: int | None) -> int:
-    """Activations that the forward pass of `batch` samples keeps for the backward pass, in bytes. For a model without a hidden width the
-    bound follows from its number of weights."""
-    model = run.model
-    width = getattr(model, "hidden_size", None)
-    if not width or not layers:
+def _blocks_of(run: Run, layers: int | None) -> BlockShape | None:
+    width, heads = getattr(run.model, "hidden_size", None), getattr(run.model, "num_heads", None)
+    return BlockShape(layers, width, heads or 0) if width and layers else None
+
+
+def _activations(run: Run, parameters: int, vocabulary: int, batch: int, blocks: BlockShape | None) -> int:
+    """Activations that the forward pass of `batch` samples keeps for the backward pass, in bytes. For a model without blocks the bound
+    follows from its number of weights."""
+    if blocks is None:
         return _FLOAT * min(batch * parameters, batch * 4096 + 2 * parameters)
-    length = run.data.sequence_length or getattr(model, "max_seq_len", None) or 1
-    heads = getattr(model, "num_heads", None)
-    rows = (_ROWS_OF_BLOCK if heads else _ROWS_OF_LSTM) * width
-    attention = 2.5 * heads * length if heads else 0
-    blocks = layers * (rows + attention)
+    layers, width, heads = blocks
+    length = run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1
+    each = (_ROWS_OF_BLOCK if heads else _ROWS_OF_LSTM) * width + 2.5 * heads * length
+    kept = layers * each
     if run.training.gradient_checkpointing:  # each block keeps its input, and one at a time is computed again
-        blocks = layers * width + rows + attention
-    return int(_FLOAT * batch * length * (blocks + width + 2 * vocabulary))
+        kept = layers * width + each
+    logits = 2 * vocabulary * batch * length
+    if run.training.device == "cpu":
+        logits = min(logits, _LOGITS_ON_CPU)
+    return int(_FLOAT * (batch * length * (kept + width) + logits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,7 +60,8 @@ class MetaModel(NamedTuple):
 
     def memory(self, run: Run) -> memory.MemoryEstimate:
         """Memory of a worker, or of each of its devices."""
-        whole = memory.training_memory(run, self.parameters, self.vocabulary, self.parts.frozen_bytes)
+        blocks = _blocks_of(self.parts.engine.task.players["model"]) if run.model.kind == "huggingface" else None
+        whole = memory.training_memory(run, self.parameters, self.vocabulary, self.parts.frozen_bytes, blocks)
         return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
@@ -89,6 +90,14 @@ class MetaModel(NamedTuple):
         weights = [one for player in self.parts.engine.task.players.values() for one in numbers_used(player)]
         each = sum((_PASSES + recomputed + _WEIGHT_GRADIENT * weight.requires_grad) * used for weight, used in weights)
         return each * tokens * (run.training.batch_size or 1)
+
+
+def _blocks_of(network: Any) -> memory.BlockShape | None:
+    """The blocks of a model of Hugging Face, as far as its configuration names them."""
+    network = getattr(network, "trunk", network)
+    config = network.conversion.config if hasattr(network, "conversion") else network.inner.config.get_text_config()
+    layers, width, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    return memory.BlockShape(layers, width, heads or 0) if layers and width else None
 
 
 def data_of(run: Run, count: int | None = None) -> data.Data:
