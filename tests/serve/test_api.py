@@ -176,6 +176,29 @@ def test_a_stream_begins_with_the_probabilities_of_its_prompt(service):
         assert [one for part in parts for one in part["logprobs"][name]] == whole["logprobs"][name]
 
 
+def test_the_openai_client_gets_embeddings(client, service):
+    """It asks for base64 itself."""
+    texts, model = ["hello", "a longer text " * 4, "hello"], service.engine.backend.model
+    found = [one.embedding for one in client.embeddings.create(model="tiny", input=texts * 5).data]
+    for text, vector in zip(texts * 5, found, strict=True):
+        with torch.no_grad():
+            mean_D = model.hidden(torch.tensor([[*text.encode()]]))[0].double().mean(0)
+        assert vector == pytest.approx((mean_D / mean_D.norm()).tolist(), abs=1e-5)
+    plain = ask(service, "/v1/embeddings", {"model": "tiny", "input": [*b"hello"], "pooling": "last"}).json()
+    with torch.no_grad():
+        last_D = model.hidden(torch.tensor([[*b"hello"]]))[0, -1].double()
+    assert plain["data"][0]["embedding"] == pytest.approx((last_D / last_D.norm()).tolist(), abs=1e-5)
+    assert plain["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert free(service)
+
+
+@pytest.mark.parametrize("fields", [{"input": []}, {"input": [[]]}, {"input": [257]}, {"input": "a" * 300}, {"dimensions": 4}])
+def test_what_has_no_embedding_is_refused(service, fields):
+    refused = ask(service, "/v1/embeddings", {"model": "tiny", "input": "a"} | fields)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith(next(iter(fields)))
+
+
 def test_a_request_has_a_bounded_number_of_answers(service):
     asked = {"model": "tiny", "max_tokens": 1}
     for fields in ({"prompt": ["a"] * 65}, {"prompt": ["a"] * 33, "n": 2}):

@@ -21,6 +21,7 @@ from shoal.models.gpt import Gpt
 from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
+from shoal.serve.api.embedding import HiddenStateMean
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, PromptLogprobs, QueueFullError
 from shoal.serve.nodes.distributed_model import DistributedModel
@@ -138,6 +139,23 @@ def test_probabilities_of_a_prompt_are_those_of_a_forward_pass(kind, tokens):
         assert [one.logprob for one in found.found[1:]] == pytest.approx([float(logprobs_LV[i, t]) for i, t in enumerate(prompt[1:])])
         assert [[other.token for other in one.others] for one in found.found[1:]] == logprobs_LV[:-1].topk(2).indices.tolist()
         assert (heard.end, heard.tokens) == ("length", alone(model, prompt, 1)[:tokens])
+
+
+@pytest.mark.parametrize("kind", ["rotary", "lstm", "gpt2", "qwen2"])
+def test_an_embedding_is_that_of_a_forward_pass(kind):
+    """In chunks, beside a request that decodes."""
+    model, prompt = make_model(kind), [i % VOCABULARY for i in range(50)]
+    one, beside, found = engine(model), Heard(), [HiddenStateMean("mean"), HiddenStateMean("last")]
+    one.submit(job([3, 4], beside, 20))
+    for collector in found:
+        one.submit(job(prompt, Heard(), 0, collector=collector))
+        one.step()
+    finish(one)
+    with torch.no_grad():
+        hidden_LD = model.hidden(torch.tensor([prompt]))[0]
+    for collector, expected_D in zip(found, (hidden_LD.mean(0), hidden_LD[-1]), strict=True):
+        assert collector.embedding() == pytest.approx((expected_D / expected_D.norm()).tolist(), abs=1e-6)
+    assert beside.tokens == alone(model, [3, 4], 20)
 
 
 def test_the_token_that_ends_a_text_is_reported_beside_those_of_its_prompt():

@@ -18,7 +18,7 @@ from tests.support.small_service import running, small_served
 jsonschema = pytest.importorskip("jsonschema")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-OTHERS = ("/v1/models", "/v1/models/{model}", "/v1/status", "/tokenize", "/detokenize", "/health", "/ready", "/metrics")
+OTHERS = ("/v1/embeddings", "/v1/models", "/v1/models/{model}", "/v1/status", "/tokenize", "/detokenize", "/health", "/ready", "/metrics")
 KEY = "a-long-and-secret-key"
 
 
@@ -148,7 +148,7 @@ def test_the_documentation_shows_every_operation_and_loads_nothing_from_elsewher
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", lambda request: None if request.url.startswith(home) else faults.append(request.url))
         answer = page.goto(url(service, "/docs"))
-        sync_api.expect(page.locator(".operation")).to_have_count(10)
+        sync_api.expect(page.locator(".operation")).to_have_count(11)
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         chat = page.locator(".operation").first
         assert "POST/v1/chat/completions" in chat.inner_text().replace(" ", "").replace("\n", "")

@@ -19,10 +19,22 @@ from shoal.web.auth import AuthMiddleware
 from tests.support.small_service import small_model, small_served
 
 EXPECTED = {200, 400, 404, 413, 415, 429}
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/completions", "/v1/embeddings")
 FIELDS = ["model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "strategy", "n"]
 FIELDS += ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "seed", "logprobs", "top_logprobs", "echo"]
-FIELDS += ["stream", "stream_options", "user", "best_of", "tools", "response_format", "role", "content"]
+FIELDS += [
+    "stream",
+    "stream_options",
+    "user",
+    "best_of",
+    "tools",
+    "input",
+    "encoding_format",
+    "pooling",
+    "response_format",
+    "role",
+    "content",
+]
 WORDS = ["", "tiny", "user", "assistant", "greedy", "top_k_top_p", "stop", "text", "\ud800", "\0", "é" * 50, "a" * 5000, "1", "-1"]
 NUMBERS = [0, 1, -1, 2, 7, 255, 256, 257, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e-300, 1e300, 2.0]
 

@@ -92,11 +92,12 @@ class LocalBackend(Backend):
         return self.model.next_logits(ids_1L, cache, **self._side_texts(request, ids_1L))
 
     def _read_everywhere(self, batch: ForwardBatch) -> Tensor:
-        """The logits [1, L, V] at all tokens of a prompt's chunk."""
+        """The logits [1, L, V] or the last hidden states [1, L, D] at all tokens of a prompt's chunk."""
         (request,), ids_1L = batch.requests, torch.tensor(batch.ids, device=self.device)
         cache = self.caches.of_one(request, ids_1L.shape[1])
-        logits_1LV: Tensor = self.model(ids_1L, cache=cache, **self._side_texts(request, ids_1L))
-        return logits_1LV
+        compute = self.model if batch.output == "logits" else self.model.hidden
+        values_1LX: Tensor = compute(ids_1L, cache=cache, **self._side_texts(request, ids_1L))
+        return values_1LX
 
     def _side_texts(self, request: int, ids_1L: Tensor) -> dict[str, Any]:
         """Arguments with the passages that the model reads beside these tokens."""

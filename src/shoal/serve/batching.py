@@ -58,7 +58,7 @@ class ForwardBatch(NamedTuple):
     """What the result has at every token of one prompt, as [1, L, …]; None: it has the logits of the next tokens alone."""
 
 
-PromptOutput = Literal["logits"]
+PromptOutput = Literal["logits", "hidden"]
 
 
 @dataclass
@@ -361,9 +361,9 @@ class BatchingEngine:
 
     def _read(self, job: GenerationJob, budget: int) -> int:
         """Start to read at most `budget` tokens of a prompt, and of others. Return how many tokens that are."""
-        if job.collector is not None:
+        if job.collector is not None and job.collector.output == "logits":
             budget = min(budget, max(self.backend.smallest_chunk, _NUMBERS_AT_ONCE // self.backend.vocab_size))
-        elif self.backend.ragged and len(job.prompt_ids) - job.read <= budget:
+        if job.collector is None and self.backend.ragged and len(job.prompt_ids) - job.read <= budget:
             return self._read_whole(budget)
         chunk, fresh = job.prompt_ids[job.read : job.read + budget], job.read == 0
         whole = len(job.prompt_ids) == len(chunk)
@@ -447,7 +447,10 @@ class BatchingEngine:
                 self._warn(f"a request ended: {problem}")
                 self._end(job, "not_finite")
                 continue
-            if is_last:
+            if is_last and job.max_tokens == 0:
+                self.wrote_at = self.clock()
+                self._end(job, "length")
+            elif is_last:
                 self._choose([job], values_1LX[:, -1])
 
     def fail(self) -> None:

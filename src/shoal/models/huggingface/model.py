@@ -123,14 +123,19 @@ class HuggingFace(nn.Module):
         return self.inner.get_base_model() if self.has_adapters else self.inner
 
     def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, **arguments: Any) -> Tensor:
+        logits_BLV: Tensor = self._computed(self.inner, input_ids_BL, cache, **arguments).logits
+        return logits_BLV
+
+    def _computed(self, module: Any, input_ids_BL: Tensor, cache: HuggingFaceCache | None, **arguments: Any) -> Any:
+        """The output of the model or its decoder; the tokens are appended to the cache."""
         if "use_cache" in self.accepts:
             arguments["use_cache"] = cache is not None
         if cache is not None and self.cache_name is not None:
             arguments[self.cache_name] = cache.past
-        output = self.inner(input_ids=input_ids_BL, **arguments)
+        output = module(input_ids=input_ids_BL, **arguments)
         if cache is not None and self.cache_name is not None:
             cache.past = getattr(output, self.cache_name)
-        return output.logits
+        return output
 
     @property
     def joins_rows(self) -> bool:
@@ -143,12 +148,18 @@ class HuggingFace(nn.Module):
             type(layer) is DynamicLayer for layer in DynamicCache(config=self.inner.config).layers
         )
 
-    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, document_lengths: Tensor | None = None) -> Tensor:
-        """The last hidden states [B, L, D], which the output matrix reads."""
+    def hidden(
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: HuggingFaceCache | None = None,
+        attention_mask: Tensor | None = None,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The last hidden states [B, L, D], which the output matrix reads; these tokens are appended to the cache."""
         arguments = self._layout(input_ids_BL, attention_mask, document_lengths)
-        if "use_cache" in self.accepts:
-            arguments["use_cache"] = False
-        return self._base.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
+        hidden_BLD: Tensor = self._computed(self._base.get_decoder(), input_ids_BL, cache, **arguments).last_hidden_state
+        return hidden_BLD
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Context: the model without its LoRA adapters."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,11 +21,13 @@ from shoal.data import TokenTexts
 from shoal.runs.monitoring.prometheus import Metric, MetricSample, exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, check_tokens, prompt_ids, tokens_of
+from shoal.serve.api.embedding import embed, in_base64, input_ids
 from shoal.serve.api.openapi import describe, error_responses, generated_responses
 from shoal.serve.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerationRequest,
     JsonRoute,
     TokenizeRequest,
@@ -38,6 +40,7 @@ from shoal.version import __version__
 from shoal.web.auth import RefusedError
 from shoal.web.pages import show_page
 
+_Result = TypeVar("_Result")
 _READY_S = 10.0
 """For this long after a token was generated, the model counts as working."""
 _PAGES = Path(__file__).parents[1]
@@ -137,6 +140,21 @@ class Api:
         """Continue a text."""
         return await self._generate(body, request)
 
+    async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
+        """A vector of length 1 for each text, from the model's last hidden states."""
+        self._check_model(body.model)
+        texts = await asyncio.to_thread(input_ids, body, self.served, self.engine)
+        vectors = await _unless_disconnected(request, embed(body, texts, self.served, self.engine))
+        if vectors is None:
+            return Response(status_code=499)
+        self.answered[200] += 1
+        coded: Sequence[Any] = vectors if body.encoding_format == "float" else [in_base64(vector) for vector in vectors]
+        data = [schema.Embedding(index=i, embedding=one) for i, one in enumerate(coded)]
+        count = sum(map(len, texts))
+        usage = schema.EmbeddingUsage(prompt_tokens=count, total_tokens=count)
+        answer = schema.EmbeddingList(data=data, model=self.served.name, usage=usage)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
     async def tokenize(self, body: TokenizeRequest) -> schema.Tokenized:
         """The token ids of a text as /v1/completions reads it, or of a conversation as /v1/chat/completions does."""
         if body.model is not None:
@@ -184,15 +202,21 @@ async def _whole(request: Request, generation: Generation, writer: schema.Respon
     async def collect() -> list[TextDelta]:
         return [delta async for delta in generation.deltas()]
 
-    collecting, disconnecting = asyncio.create_task(collect()), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({collecting, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=499)
-        return Response(writer.whole(collecting.result()), media_type="application/json")
+        deltas = await _unless_disconnected(request, collect())
+        return Response(status_code=499) if deltas is None else Response(writer.whole(deltas), media_type="application/json")
     finally:
         generation.cancel()
-        for task in (collecting, disconnecting):
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """The result of the work. If the client closes the connection before, the work is cancelled, and the result is None."""
+    working, disconnecting = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, disconnecting):
             task.cancel()
 
 
@@ -229,6 +253,8 @@ def _add_routes(app: FastAPI, api: Api, needs_key: bool) -> None:
     post("/v1/chat/completions", api.chat, response_class=Response, responses=chats)
     post("/v1/completions", api.complete, response_class=Response, responses=texts)
     errors = error_responses(400, 404, 413, 415)
+    busy = error_responses(429, 503, 504)
+    post("/v1/embeddings", api.embed, response_class=Response, responses={200: {"model": schema.EmbeddingList}, **errors, **busy})
     post("/tokenize", api.tokenize, responses=errors)
     post("/detokenize", api.detokenize, responses=errors)
     app.get("/v1/models", **secured)(api.models)

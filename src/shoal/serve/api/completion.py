@@ -29,9 +29,6 @@ _INTERVAL_S = 0.04
 """Between two events of a stream, at least: an event takes the processor as long as some tokens take a fast GPU."""
 
 
-NOT_WHOLE = "by this server, which computes the model over several machines or with paged caches on a GPU"
-
-
 class TextDelta(NamedTuple):
     """New text of one choice."""
 
@@ -136,10 +133,7 @@ class Generation:
         self._deltas: asyncio.Queue[TextDelta] = asyncio.Queue()
         count = request.n
         self._jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(prompts) for choice in range(count)]
-        try:
-            self.engine.submit(*self._jobs)
-        except QueueFullError:
-            raise RefusedError(429, "too many requests wait already; try again soon", kind="rate_limit_error", code="queue_full") from None
+        submit(engine, self._jobs)
 
     def cancel(self) -> None:
         if self.unfinished:
@@ -151,14 +145,7 @@ class Generation:
             delta = await self._deltas.get()
             self.tokens += len(delta.tokens)
             self.unfinished -= delta.finish_reason is not None
-            if delta.finish_reason == "timeout":
-                raise RefusedError(504, "the answer took longer than serving.request_timeout_s", kind="server_error", code="timeout")
-            if delta.finish_reason == "not_finite":
-                message = "the model computes no finite numbers for this text: its weights are damaged, or its training diverged"
-                raise RefusedError(503, message, kind="server_error", code="not_finite")
-            if delta.finish_reason in ("cancelled", "failed"):
-                message = "the server could not finish this answer; try again"
-                raise RefusedError(503, message, kind="server_error", code=delta.finish_reason)
+            raise_unfinished(delta.finish_reason)
             yield delta
 
     @property
@@ -212,8 +199,34 @@ class Generation:
         if count is None or not (isinstance(self.request, CompletionRequest) and self.request.echo):
             return None
         if not self.engine.backend.gives_prompt_outputs:
-            raise RefusedError(400, f"echo with logprobs is not offered {NOT_WHOLE}", param="echo", code="unsupported_parameter")
+            raise not_whole("echo")
         return PromptLogprobs(ids, count)
+
+
+def submit(engine: BatchingEngine, jobs: Sequence[GenerationJob]) -> list[int]:
+    """Give the jobs of one request to the engine. Raises RefusedError where too many requests wait."""
+    try:
+        return engine.submit(*jobs)
+    except QueueFullError:
+        raise RefusedError(429, "too many requests wait already; try again soon", kind="rate_limit_error", code="queue_full") from None
+
+
+def raise_unfinished(reason: EndReason | None) -> None:
+    """Raises RefusedError for the end of an answer that could not be completed."""
+    if reason == "timeout":
+        raise RefusedError(504, "the answer took longer than serving.request_timeout_s", kind="server_error", code="timeout")
+    if reason == "not_finite":
+        message = "the model computes no finite numbers for this text: its weights are damaged, or its training diverged"
+        raise RefusedError(503, message, kind="server_error", code="not_finite")
+    if reason in ("cancelled", "failed"):
+        raise RefusedError(503, "the server could not finish this answer; try again", kind="server_error", code=reason)
+
+
+def not_whole(param: str) -> RefusedError:
+    """The refusal of what only a backend with outputs at all tokens of a prompt computes."""
+    what = "echo with logprobs is" if param == "echo" else "embeddings are"
+    message = f"{what} not offered by this server, which computes the model over several machines or with paged caches on a GPU"
+    return RefusedError(400, message, param=param, code="unsupported_parameter")
 
 
 def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:
@@ -248,7 +261,7 @@ def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int)
         if token >= vocab_size:
             raise RefusedError(400, f"token {token} is not in the vocabulary of {vocab_size}", param="logit_bias")
     if isinstance(request, CompletionRequest):
-        return [_encode(prompt, served, vocab_size) for prompt in request.prompt]
+        return [encode_prompt(prompt, served, vocab_size, "prompt") for prompt in request.prompt]
     assert isinstance(request, ChatRequest)
     return [_conversation(request.messages, served)]
 
@@ -275,9 +288,10 @@ def _conversation(messages: Sequence[ChatMessage], served: ServedModel) -> list[
     return served.encode(text)
 
 
-def _encode(prompt: Prompt, served: ServedModel, vocab_size: int) -> list[int]:
+def encode_prompt(prompt: Prompt, served: ServedModel, vocab_size: int, param: str) -> list[int]:
+    """The token ids of a prompt, of which there is at least one. Raises RefusedError."""
     if isinstance(prompt, list):
-        check_tokens(prompt, vocab_size, "prompt")
+        check_tokens(prompt, vocab_size, param)
         return prompt
     ids = [*served.start_ids, *served.encode(prompt)]
     return ids or [served.tokenizer.eos_id or 0]

@@ -175,6 +175,8 @@ Prompt = str | Annotated[list[int], Field(min_length=1)]
 """A text, or its token ids."""
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
 
+Inputs = Annotated[list[Prompt], Field(min_length=1, max_length=2048)]
+
 
 def _as_prompts(value: Any) -> Any:
     is_one = not isinstance(value, list) or (value and all(type(one) is int for one in value))
@@ -213,6 +215,16 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
+class EmbeddingRequest(StrictModel):
+    model: str = Field(min_length=1, description="The name that GET /v1/models lists.")
+    input: Annotated[Inputs, BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Inputs)] = Field(
+        description="One text or several; each is a text, or a list of token ids."
+    )
+    encoding_format: Literal["float", "base64"] = Field(default="float", description="base64: of 32-bit floats.")
+    pooling: Literal["mean", "last"] = Field(default="mean", description="The mean over all tokens, or the last token.")
+    user: Any = Field(default=None, description="Accepted and not used.")
+
+
 class TokenizeRequest(StrictModel):
     """A text or a conversation, and no more than one of them."""
 
@@ -233,7 +245,7 @@ class DetokenizeRequest(StrictModel):
     tokens: list[int] = Field(description="Token ids.")
 
 
-_REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ChatMessage)
+_REQUESTS = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, ChatMessage)
 _FIELDS = {name for request in _REQUESTS for name in request.model_fields}
 
 
