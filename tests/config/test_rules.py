@@ -342,6 +342,8 @@ BROKEN = [
     ("offload", "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true, cpu_offload: true}\n", None),
     ("hub", "hub: {enabled: true, repo_id: nobody, token: x}\n", ["hub.repo_id", "hub.enabled"]),
     ("weights", "serving: {weights: int8}\nmodel: {kind: moe}\n", ["serving.weights", "model.kind"]),
+    ("origin", 'serving: {allow_origins: ["*"]}\n', ["serving.allow_origins"]),
+    ("origin", "serving: {allow_origins: [https://chat.example/]}\n", ["serving.allow_origins"]),
     ("nodes", "serving: {num_nodes: 4}\n" + HOSTS, ["serving.num_nodes", "cluster.workers"]),
     ("nodes", "serving: {num_nodes: 4}\nmodel: {kind: gpt, num_layers: 3}\n", ["serving.num_nodes", "model.num_layers"]),
     ("early-stopping", "training: {early_stopping: {patience: 2}}\nevaluation: {strategy: never}\n", None),

@@ -441,6 +441,24 @@ def test_with_a_key_only_its_holder_may_ask():
         assert get(service, "/v1/models", authorization=f"Bearer {key}").status_code == 200
 
 
+def test_pages_of_named_origins_may_ask_and_others_may_not():
+    named, other, key = "https://chat.example", "https://evil.example", "a-long-and-secret-key"
+    wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type,x-stainless-os"}
+    with running(small_served(api_key=Secret(key), allow_origins=(named,))) as service:
+        path = f"{url(service)}/v1/chat/completions"
+        for origin, status in ((named, 200), (other, 400)):
+            assert httpx.options(path, headers={"origin": origin} | wanted, timeout=HANG_S).status_code == status
+        assert get(service, "/v1/models", origin=named).headers["access-control-allow-origin"] == named
+        answers = [get(service, "/v1/models", origin=origin, authorization=f"Bearer {key}") for origin in (named, other)]
+        assert [answer.headers.get("access-control-allow-origin") for answer in answers] == [named, None]
+        assert "access-control-allow-credentials" not in answers[0].headers
+
+
+def test_without_an_origin_no_page_of_another_site_may_ask(service):
+    answer = get(service, "/v1/models", origin="https://chat.example")
+    assert "access-control-allow-origin" not in answer.headers
+
+
 def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
     for host in ("0.0.0.0", "192.168.1.5", "::"):
         with pytest.raises(ShoalError, match="a key is needed"):

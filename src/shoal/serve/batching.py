@@ -183,7 +183,7 @@ class PromptLogprobs(PromptCollector):
     def add(self, values_LX: Tensor) -> None:
         if not finite_rows(values_LX).all():
             raise NotFiniteError
-        for logits_RV in values_LX.split(_ROWS_AT_ONCE):
+        for logits_RV in torch.split(values_LX, _ROWS_AT_ONCE):
             tokens = self.ids[len(self.found) : len(self.found) + len(logits_RV)]  # after the last token of the prompt comes none
             self.found += _with_logprobs(logits_RV[: len(tokens)], tokens, self.count)
 

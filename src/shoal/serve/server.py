@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
 from shoal.serve.batching import Backend, BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
@@ -76,6 +78,9 @@ class ModelServer:
         self.sockets = [listening_socket(host, port) for port in ports]
         self.ports: list[int] = [one.getsockname()[1] for one in self.sockets]
         app: Any = AuthMiddleware(make_app(served, self.engine), key, guarded=("/v1", "/metrics", "/tokenize", "/detokenize"))
+        if settings.allow_origins:
+            allowed: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["retry-after"]}
+            app = CORSMiddleware(app, allow_origins=settings.allow_origins, **allowed)
         self.server = bounded_server(app)
         self._ending = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shoal.config.layers import Settings
@@ -151,6 +152,15 @@ def weights_can_be_packed(settings: Settings, weights: str, kind: str) -> None:
     if weights not in ("auto", "fp32") and kind not in ("gpt", "huggingface"):
         message = f"the weights of a model of kind {kind} are served as they are, not as {weights}"
         settings.report("weights", message, "serving.weights", "model.kind", help="set serving.weights to auto")
+
+
+@rule("serving.allow_origins")
+def origins_are_named(settings: Settings, origins: tuple[str, ...]) -> None:
+    for origin in origins:
+        if not re.fullmatch(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?", origin):
+            message = f"`{origin[:100]}` is not the origin of a page"
+            help = "write each origin as a browser does: scheme, host in small letters, port where it is not the usual one"
+            settings.report("origin", message, "serving.allow_origins", help=help)
 
 
 @rule("serving.num_nodes", "cluster.workers")

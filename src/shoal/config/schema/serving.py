@@ -77,6 +77,8 @@ class Serving(Section):
     """Port of the chat page."""
     api_key: Secret | None = None
     """Key that clients must send; set it in the environment as SHOAL_API_KEY instead. Null: only this machine is served."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins, such as https://chat.example, whose pages may use the HTTP API from a browser (CORS). Pages of other origins may not."""
     max_running: PositiveInt = 8
     """Most answers that are generated at the same time; each has its own KV cache."""
     max_waiting: PositiveInt = 64

@@ -288,7 +288,7 @@ def _no_such_path(app: FastAPI, request: Request, error: HTTPException) -> tuple
     """The refusal of a request that no route has answered, and its headers. The files of the page have every path that no route has."""
     asked = f"{request.method} {request.url.path[:200]}"
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.matches(request.scope)[0] is Match.PARTIAL]
-    methods = sorted({method for route in routes for method in route.methods})
+    methods = sorted({method for route in routes for method in route.methods or ()})
     if methods:
         return RefusedError(405, f"{asked}: this path takes {', '.join(methods)}"), {"allow": ", ".join(methods)}
     if error.status_code in (404, 405):
