@@ -50,7 +50,7 @@ def input_ids(request: EmbeddingRequest, served: ServedModel, engine: BatchingEn
     if not engine.backend.gives_prompt_outputs:
         raise not_whole("input")
     longest = engine.backend.longest
-    found = [encode_prompt(text, served, engine.backend.vocab_size, "input") for text in request.input]
+    found = [encode_prompt(text, served, engine.backend.vocab_size, "input") for text in request.texts]
     for place, ids in enumerate(found):
         if len(ids) > longest:
             message = f"this model's context is {longest} tokens, and input {place} has {len(ids)}: shorten it"

@@ -217,8 +217,8 @@ class CompletionRequest(GenerationRequest):
 
 class EmbeddingRequest(StrictModel):
     model: str = Field(min_length=1, description="The name that GET /v1/models lists.")
-    input: Annotated[Inputs, BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Inputs)] = Field(
-        description="One text or several; each is a text, or a list of token ids."
+    texts: Annotated[Inputs, BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Inputs)] = Field(
+        alias="input", description="One text or several; each is a text, or a list of token ids."
     )
     encoding_format: Literal["float", "base64"] = Field(default="float", description="base64: of 32-bit floats.")
     pooling: Literal["mean", "last"] = Field(default="mean", description="The mean over all tokens, or the last token.")
@@ -246,7 +246,7 @@ class DetokenizeRequest(StrictModel):
 
 
 _REQUESTS = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, ChatMessage)
-_FIELDS = {name for request in _REQUESTS for name in request.model_fields}
+_FIELDS = {field.alias or name for request in _REQUESTS for name, field in request.model_fields.items()}
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
