@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_question_is_answered_again_and_kept(page):
 
 
 def test_machines_show_their_layers_memory_and_speed_and_a_dead_one_is_told(page):
-    told = {"model": "tiny", "running": 1, "waiting": 0, "tokens": 9}
+    told = page.evaluate("fetch('v1/status').then((answer) => answer.json())")
     here = {"name": "server", "alive": True, "layers": [0, 3], "parameters": 1500000, "weight_bytes": 6000000, "memory_bytes": 3.1e9}
     away = {"name": "pi", "alive": True, "layers": [4, 4], "parameters": 1, "weight_bytes": 4, "memory_bytes": 0, "token_s": 0, "tokens": 0}
     written = itertools.count(5)  # there are more whenever the page asks, so it is seen to be busy however late one looks
@@ -127,8 +128,47 @@ def test_escape_stops_an_answer_and_frees_its_place(page, slow_service):
     sync_api.expect(page.locator(".turn.assistant div")).not_to_be_empty()
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#state")).to_have_text("stopped")
+    sync_api.expect(page.locator("#state")).not_to_have_class("bad")
+    sync_api.expect(page.locator(".turn.assistant .ended")).to_have_text("You stopped the answer here.")
     page.wait_for_function("() => fetch('v1/status').then((answer) => answer.json()).then((told) => told.running === 0)")
     eventually(lambda: not slow_service.engine.busy)
+
+
+def test_an_answer_stopped_before_its_first_word_gives_the_question_back(page):
+    page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
+    ask(page, "hello")
+    sync_api.expect(page.locator("#state")).to_have_text("writing …")
+    page.locator("#stop").click()
+    sync_api.expect(page.locator("#state")).to_have_text("stopped before the first word")
+    assert page.locator("#question").input_value() == "hello"
+    sync_api.expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_empty_fields_show_what_the_server_uses_for_the_chosen_method(page):
+    shown = page.locator("[name=top_k], [name=top_p], [name=temperature], [name=max_tokens]")
+    sync_api.expect(page.locator("[name=max_tokens]")).to_have_attribute("placeholder", "60 tokens")
+    sync_api.expect(page.locator("[name=strategy] option").first).to_have_text("the server's: top_k")
+    assert shown.evaluate_all("(all) => all.map((one) => one.placeholder)") == ["1", "40", "off", "60 tokens"]
+    page.locator("[name=strategy]").select_option("top_k_top_p")
+    assert shown.evaluate_all("(all) => all.map((one) => one.placeholder)") == ["1", "50", "0.9", "60 tokens"]
+
+
+def test_answers_and_their_code_are_copied_as_the_model_wrote_them(page):
+    text = "# T\n\n```py\na < b\n```\n\nend"
+    body = f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask(page, "hello")
+    for label, wanted in (("Copy the code", "a < b"), ("Copy the answer", text)):
+        button = page.get_by_role("button", name=label)
+        button.click()
+        sync_api.expect(button).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == wanted
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as on a page that came over http from elsewhere
+    page.locator("#question").fill("")
+    page.get_by_role("button", name="Copy the code").click()
+    page.locator("#question").press("Control+v")
+    assert page.locator("#question").input_value() == "a < b"
 
 
 def test_an_error_in_the_middle_of_an_answer_is_shown_and_what_came_is_kept(page):
@@ -157,6 +197,16 @@ def test_headings_lists_and_paragraphs_follow_each_other_line_by_line(page):
     )
 
 
+def test_tables_keep_sides_and_pipes_and_stay_texts_where_they_are_none(page):
+    assert rendered(page, "So:\n| a | b |\n|---|--:|\n| `x` | 1\\|2 |\n| <b> |\n\nend") == (
+        '<p>So:</p><div class="wide" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
+        '<tbody><tr><td><code>x</code></td><td class="right">1|2</td></tr>'
+        '<tr><td>&lt;b&gt;</td><td class="right"></td></tr></tbody></table></div><p>end</p>'
+    )
+    assert "<table>" not in rendered(page, "a | b\n---|---|---\n1 | 2")
+    assert "<table>" not in rendered(page, "|" * 5000 + "\n" + "|-" * 5000 + "\n" + "|\n" * 5000), "each row would get 5000 cells"
+
+
 def test_what_a_model_writes_never_becomes_html(page):
     text = "# T\n\n<img src=x onerror=alert(1)> **b** `c` [l](javascript:x) [m](https://a.example/)\n\n- one\n- two\n\n```py\n<b>\n"
     shown = rendered(page, text)
@@ -168,7 +218,19 @@ def test_what_a_model_writes_never_becomes_html(page):
 
 
 def test_the_page_fits_a_phone_and_everything_has_a_name(page):
+    kept = [{"turns": [{"role": "user", "content": f"question {number}"}]} for number in range(20)]
+    page.evaluate("(kept) => localStorage.setItem('shoal.conversations', JSON.stringify(kept))", kept)
     page.set_viewport_size({"width": 360, "height": 640})
+    page.reload()
+    sync_api.expect(page.locator("#question")).to_be_in_viewport(ratio=1)
+    page.get_by_role("button", name="Conversations", exact=True).click()
+    sync_api.expect(page.locator("#conversations")).to_be_visible()
+    sync_api.expect(page.locator("#question")).to_be_in_viewport(ratio=1)
+    sync_api.expect(page.locator("#send")).to_be_in_viewport(ratio=1)
+    page.locator("#conversations button", has_text="question 3").click()
+    sync_api.expect(page.locator("#conversations")).to_be_hidden()
+    page.get_by_role("button", name="Settings", exact=True).click()
+    sync_api.expect(page.locator("#settings")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= 360")
     for control in page.locator("button, input, select, textarea").all():
         named = control.evaluate("(one) => one.textContent.trim() || one.getAttribute('aria-label') || one.labels?.length")

@@ -90,10 +90,17 @@ class Api:
             raise RefusedError(404, message, param="model", code="model_not_found")
 
     async def status(self) -> schema.Status:
-        """The machines that hold the model, and how busy they are. The chat page shows this."""
+        """The machines that hold the model, how busy they are, and the values of requests that name none. The chat page shows this."""
         engine = self.engine
         machines, running, waiting = engine.backend.machines(), len(engine.running), len(engine.waiting)
-        return schema.Status(model=self.served.name, machines=machines, running=running, waiting=waiting, tokens=engine.tokens_written)
+        return schema.Status(
+            model=self.served.name,
+            machines=machines,
+            running=running,
+            waiting=waiting,
+            tokens=engine.tokens_written,
+            defaults=schema.defaults_of(self.served.settings),
+        )
 
     async def health(self) -> schema.Health:
         """Whether the process answers."""

@@ -93,6 +93,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+DecodingStrategy = Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"]
 StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = Annotated[list[StopWord], Field(max_length=MOST_STOPS)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]
@@ -111,9 +112,7 @@ class GenerationRequest(StrictModel):
     top_p: float | None = Field(default=None, ge=0, le=1, description="Draw from the likeliest tokens that have this share together.")
     top_k: int | None = Field(default=None, ge=-1, le=10**9, description="Draw from this many tokens; 0 or -1: from all.")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Leave out tokens below this share of the likeliest one's.")
-    strategy: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] | None = Field(
-        default=None, description="One of the decoding strategies of `serving.decoding`."
-    )
+    strategy: DecodingStrategy | None = Field(default=None, description="One of the decoding strategies of `serving.decoding`.")
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="Weakens tokens that occurred; 1: off.")
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="Subtracted from the logits of tokens that were generated.")
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="The same, times how often the token was generated.")

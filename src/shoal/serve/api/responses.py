@@ -8,13 +8,15 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from pydantic import BaseModel
 
+from shoal.config.schema.serving import Serving
 from shoal.data import StreamedText, Tokenizer, TokenTexts
+from shoal.models.generation.decoding import warp_of
 from shoal.serve.api.completion import Generation, TextDelta
-from shoal.serve.api.requests import CompletionRequest
+from shoal.serve.api.requests import CompletionRequest, DecodingStrategy
 from shoal.serve.batching import GeneratedToken, MachineEntry
 from shoal.web.auth import RefusedError
 
@@ -153,12 +155,37 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+class MethodDefaults(BaseModel):
+    """What a decoding strategy uses where a request names no value; null: no such limit."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+
+class Defaults(BaseModel):
+    """What requests get that name no value."""
+
+    strategy: str
+    max_tokens: int
+    strategies: dict[str, MethodDefaults]
+
+
+def defaults_of(settings: Serving) -> Defaults:
+    decoding, strategies = settings.decoding, {}
+    for name in get_args(DecodingStrategy):
+        warp = warp_of(decoding.replace(active=name))
+        strategies[name] = MethodDefaults(temperature=warp.temperature, top_k=warp.top_k, top_p=warp.top_p)
+    return Defaults(strategy=decoding.active, max_tokens=settings.max_new_tokens, strategies=strategies)
+
+
 class Status(BaseModel):
     model: str
     machines: list[MachineEntry]
     running: int
     waiting: int
     tokens: int
+    defaults: Defaults
 
 
 class Health(BaseModel):

@@ -1,16 +1,20 @@
 // The chat: one conversation is shown, others wait in the list.
 
 import { answer, KeyError, RefusedError, status } from "./api.js";
+import { copyButton } from "./copy.js";
+import { showDefaults } from "./defaults.js";
 import { show, showDead } from "./machines.js";
 import { render } from "./markdown.js";
 import { loadConversations, loadSettings, newConversation, saveConversations, saveSettings } from "./store.js";
 
 const find = (id) => document.getElementById(id);
+const NEAR_PX = 40; // so near to its end, the conversation follows the answer that is written
 const log = find("log"), question = find("question"), form = find("settings");
 let conversations = loadConversations();
 let current = conversations[0];
 let model = null;
 let writing = null;
+let defaults = null;
 
 function settings() {
   return Object.fromEntries(new FormData(form));
@@ -31,7 +35,35 @@ function turnNode(turn) {
   if (turn.role === "user") text.textContent = turn.content;
   else text.replaceChildren(...render(turn.content));
   node.append(who, text);
+  if (turn.role === "assistant") node.append(...below(turn));
   return node;
+}
+
+/** What stands below an answer: whether the user stopped it, and a button that copies it. */
+function below(turn) {
+  const note = document.createElement("p");
+  note.className = "ended";
+  note.textContent = "You stopped the answer here.";
+  return [...(turn.stopped ? [note] : []), copyButton("Copy the answer", () => turn.content)];
+}
+
+/** Show the text of an answer. Parts that did not change stay, so that a selection and a button in them do, too. */
+function showText(box, text) {
+  const nodes = render(text), known = [...box.childNodes];
+  const same = nodes.findIndex((node, at) => !known[at]?.isEqualNode(node));
+  if (same < 0 && known.length === nodes.length) return;
+  const from = same < 0 ? nodes.length : same;
+  known.slice(from).forEach((node) => node.remove());
+  box.append(...nodes.slice(from));
+}
+
+/** On a narrow screen: show one of the panels beside the chat, or none. */
+function openPanel(button) {
+  for (const one of document.querySelectorAll(".opens")) {
+    const open = one === button && one.getAttribute("aria-expanded") === "false";
+    one.setAttribute("aria-expanded", String(open));
+    find(one.getAttribute("aria-controls")).classList.toggle("open", open);
+  }
 }
 
 function showConversation() {
@@ -60,6 +92,7 @@ function entry(conversation) {
 function choose(conversation) {
   writing?.abort();
   current = conversation;
+  openPanel(null);
   showConversation();
 }
 
@@ -70,7 +103,7 @@ function remove(conversation) {
   choose(conversations.includes(current) ? current : conversations[0]);
 }
 
-/** Let the model go on with the conversation that is shown. Where the server refuses the request, `undo` is called. */
+/** Let the model go on with the conversation that is shown. Where nothing comes, `undo` is called. */
 async function write(undo) {
   const own = current, controller = new AbortController();
   const turn = { role: "assistant", content: "" };
@@ -84,14 +117,17 @@ async function write(undo) {
     for await (const { text, reason } of answer(model, own.turns, settings(), controller.signal)) {
       turn.content += text;
       cut ||= reason === "length";
-      node.lastChild.replaceChildren(...render(turn.content));
-      log.scrollTop = log.scrollHeight;
+      const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_PX;
+      showText(node.children[1], turn.content);
+      if (atEnd) log.scrollTop = log.scrollHeight;
     }
     say(cut ? "the answer ends here: it has its greatest length, or the model's context is full" : "");
   } catch (error) {
-    if (controller.signal.aborted) say("stopped");
+    turn.stopped = controller.signal.aborted;
+    if (turn.stopped) say(turn.content ? "stopped" : "stopped before the first word");
     else say(error.message, true);
-    if (error instanceof RefusedError) undo(own);
+    // Without an answer, the next question would follow this one: chat templates refuse that
+    if (error instanceof RefusedError || (!turn.content && own === current)) undo(own);
   }
   if (turn.content) own.turns.push(turn);
   saveConversations(conversations);
@@ -108,7 +144,7 @@ function ask(event) {
   saveConversations(conversations);
   write((own) => {
     own.turns.pop(); // else every later question would be refused with it
-    if (own === current && !question.value) question.value = content;
+    if (own === current) question.value = question.value ? `${content}\n${question.value}` : content;
   });
 }
 
@@ -124,6 +160,8 @@ async function watch() {
     if (model === null) say("");
     model = answer.model;
     find("model").textContent = model;
+    defaults = answer.defaults;
+    showDefaults(form, defaults);
     show(find("machines"), answer);
   } catch (error) {
     showDead(find("machines"), error instanceof KeyError ? "needs a key" : "cannot be reached");
@@ -147,7 +185,11 @@ question.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") writing?.abort();
 });
-form.addEventListener("change", () => saveSettings(settings()));
+for (const button of document.querySelectorAll(".opens")) button.addEventListener("click", () => openPanel(button));
+form.addEventListener("change", () => {
+  saveSettings(settings());
+  if (defaults) showDefaults(form, defaults);
+});
 form.addEventListener("submit", (event) => event.preventDefault());
 for (const [name, value] of Object.entries(loadSettings())) if (form.elements[name]) form.elements[name].value = value;
 showConversation();

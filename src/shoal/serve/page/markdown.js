@@ -1,5 +1,7 @@
 // Markdown as nodes of the page. Nothing that a model writes becomes HTML: there is no innerHTML here.
 
+import { copyButton } from "./copy.js";
+
 const INLINE = /(`[^`\n]+`)|\*\*([^*\n]+)\*\*|\*([^*\n]+)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/g;
 
 function make(tag, text) {
@@ -44,7 +46,45 @@ function withInline(tag, text) {
 
 const DASH = /^\s*[-*+]\s+/, NUMBER = /^\s*(\d+)[.)]\s+/, HEADING = /^(#{1,6})\s+(.*)$/, INDENTED = /^\s{2,}\S/;
 
-function kindOf(line, before) {
+/** The line below a table's first row, as in `|---|:-:|`; and the most columns, because each row is filled up to as many. */
+const RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/, MOST_COLUMNS = 50;
+
+/** The cells of a table's row. A pipe that belongs to a cell is written `\|`. */
+function cells(line) {
+  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+function beginsTable(line, next) {
+  if (!line.includes("|") || !RULE.test(next ?? "")) return false;
+  const columns = cells(line).length;
+  return columns <= MOST_COLUMNS && columns === cells(next).length;
+}
+
+/** A table in a box that scrolls sideways. */
+function table([first, rule, ...rows]) {
+  const sides = cells(rule).map((one) => (one.endsWith(":") ? (one.startsWith(":") ? "middle" : "right") : ""));
+  const row = (tag, line) => {
+    const texts = cells(line), node = make("tr");
+    node.append(...sides.map((side, at) => {
+      const cell = withInline(tag, texts[at] ?? "");
+      if (side) cell.className = side;
+      return cell;
+    }));
+    return node;
+  };
+  const node = make("table"), head = make("thead"), body = make("tbody"), box = make("div");
+  head.append(row("th", first));
+  body.append(...rows.map((line) => row("td", line)));
+  node.append(head, body);
+  box.className = "wide";
+  box.tabIndex = 0;
+  box.append(node);
+  return box;
+}
+
+function kindOf(line, next, before) {
+  if (beginsTable(line, next) || (before === "table" && line.includes("|"))) return "table";
   if (HEADING.test(line)) return "heading";
   if (DASH.test(line)) return "ul";
   if (NUMBER.test(line)) return "ol";
@@ -62,21 +102,32 @@ function list(lines, tag) {
   return node;
 }
 
-/** The nodes of a block that has no blank line in it: headings, lists and paragraphs may follow each other line by line. */
+/** The nodes of a block that has no blank line in it: headings, lists, tables and paragraphs may follow each other line by line. */
 function block(text) {
   const runs = [];
-  for (const line of text.split("\n")) {
-    const last = runs[runs.length - 1], kind = kindOf(line, last?.kind);
+  const lines = text.split("\n");
+  lines.forEach((line, at) => {
+    const last = runs[runs.length - 1], kind = kindOf(line, lines[at + 1], last?.kind);
     if (last && kind === last.kind && kind !== "heading") last.lines.push(line);
     else runs.push({ kind, lines: [line] });
-  }
+  });
   return runs.map(({ kind, lines }) => {
     if (kind === "heading") {
       const [, marks, title] = lines[0].match(HEADING);
       return withInline(`h${Math.min(6, marks.length + 2)}`, title);
     }
+    if (kind === "table") return table(lines);
     return kind === "p" ? withInline("p", lines.join("\n")) : list(lines, kind);
   });
+}
+
+function program(text) {
+  const box = make("div"), pre = make("pre");
+  box.className = "code";
+  pre.tabIndex = 0;
+  pre.append(make("code", text));
+  box.append(copyButton("Copy the code", () => text), pre);
+  return box;
 }
 
 /** The nodes of a text. A fence that is still open, as while it streams, runs to the end. */
@@ -84,10 +135,7 @@ export function render(text) {
   const nodes = [];
   text.split(/^```[^\n]*\n?/m).forEach((part, i) => {
     if (i % 2) {
-      const pre = make("pre");
-      pre.tabIndex = 0;
-      pre.append(make("code", part.replace(/\n$/, "")));
-      nodes.push(pre);
+      nodes.push(program(part.replace(/\n$/, "")));
     } else {
       nodes.push(...part.split(/\n\s*\n/).filter((one) => one.trim()).flatMap((one) => block(one.trim())));
     }
