@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shoal.config.fields import INVALID, Checker, Faults, MappingType, OptionalType, Section, SectionType, TaggedType, Tree
+from shoal.config.fields import INVALID, MISSING, Checker, Faults, MappingType, OptionalType, Section, SectionType, TaggedType, Tree
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
 from shoal.config.schema.engine import Engine
@@ -152,7 +152,7 @@ class Settings:
         return max(above, key=lambda assignment: assignment.layer.rank, default=None)
 
     def get(self, dotted: str) -> Any:
-        """The value of a setting. Raises UnavailableError if it is invalid or the chosen kind does not have it."""
+        """The value of a setting. Raises UnavailableError if it is invalid or absent without a default, or the chosen kind does not have it."""
         path = tuple(dotted.split("."))
         tree: Tree | None = self.tree
         for name in path:
@@ -161,7 +161,10 @@ class Settings:
         if checker is None:
             raise UnavailableError(dotted)
         if tree is None:
-            return default_at(path, self.kinds)
+            default = default_at(path, self.kinds)
+            if default is MISSING:
+                raise UnavailableError(dotted)
+            return default
         faults: Faults = []
         value = checker.check(tree, path, faults)
         if value is INVALID:

@@ -108,7 +108,7 @@ class FlatNetwork:
     def offer_room(self) -> None:
         """Let passes write gradients where they will be gathered: each is moved there as soon as it is complete, so that no copy of it
         stays in memory, and hand-written backward passes can write theirs there in a step's first pass. Only for passes whose backward
-        ends before the next forward begins."""
+        ends before the next forward begins. Gradients of a shadow are of another type and move after each whole pass."""
         own = weakref.ref(self)
 
         def move(index: int) -> None:
@@ -118,7 +118,8 @@ class FlatNetwork:
 
         for index, (slope, parameter) in enumerate(zip(self.slopes, self.parameters, strict=True)):
             parameter.gradient_buffer = slope  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: move(index))  # type: ignore[no-untyped-call]
+            if self.shadow is None:
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: move(index))  # type: ignore[no-untyped-call]
 
     def forget_gradients(self) -> None:
         """Call before a step's first backward pass: its gradients are then stored instead of added to zeros."""
