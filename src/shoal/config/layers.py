@@ -152,7 +152,7 @@ class Settings:
         return max(above, key=lambda assignment: assignment.layer.rank, default=None)
 
     def get(self, dotted: str) -> Any:
-        """The value of a setting. Raises UnavailableError if it is invalid or absent without a default, or the chosen kind does not have it."""
+        """The value of a setting. Raises UnavailableError if it is invalid, if it is required and absent, or the chosen kind has none."""
         path = tuple(dotted.split("."))
         tree: Tree | None = self.tree
         for name in path:
