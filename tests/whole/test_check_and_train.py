@@ -160,6 +160,18 @@ def test_the_check_refuses_conversations_for_a_model_without_a_template(tmp_path
     assert "there is nothing at chatlm" in capsys.readouterr().err
 
 
+def test_the_check_refuses_packed_conversations_for_a_model_that_retrieves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, config = tmp_path / "chats.jsonl", tmp_path / "config.yaml"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n")
+    model = "{kind: moe, retrieval: {enabled: true, chunk_size: 4}}"
+    data = f"{{batching: packed, sequence_length: 16, chat_template: plain, source: {{kind: text, path: {file}}}}}"
+    config.write_text(f"dialect: shoal\nmodel: {model}\ndata: {data}\n")
+    assert main(["config", "check", str(config)]) == 2
+    assert "model.retrieval reads for a row as a whole" in " ".join(capsys.readouterr().err.split())
+    assert main(["config", "check", str(config), "--set", "data.batching=dynamic"]) == 0
+    assert main(["config", "check", str(config), "--set", "model.retrieval.enabled=false"]) == 0
+
+
 def test_the_check_refuses_pairs_of_conversations_for_a_model_without_a_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

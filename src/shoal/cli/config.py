@@ -16,6 +16,7 @@ from shoal.config.missing_parts import (
     missing_model,
     missing_packages,
     missing_workers,
+    packed_conversations,
 )
 from shoal.config.problems import ConfigError, Problem, render
 from shoal.config.schema import Run
@@ -51,7 +52,8 @@ def check(argv: list[str]) -> int:
     if loaded.ok:
         loaded.problems += missing_packages(loaded, severity="warning") + missing_model(loaded, severity="warning")
         loaded.problems += missing_files(loaded, severity="warning") + missing_files_of_earlier_phases(loaded, severity="warning")
-        loaded.problems += missing_workers(loaded) + missing_chat_template(loaded) + _missing_base(loaded, arguments)
+        loaded.problems += missing_workers(loaded) + missing_chat_template(loaded) + packed_conversations(loaded)
+        loaded.problems += _missing_base(loaded, arguments)
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:

@@ -148,6 +148,26 @@ def missing_chat_template(loaded: LoadedConfig) -> list[Problem]:
     ]
 
 
+def packed_conversations(loaded: LoadedConfig) -> list[Problem]:
+    """A problem for each file whose conversations would share rows, where the model reads other texts for a row as a whole."""
+    run, settings = loaded.run, loaded.settings
+    parts = [
+        name for name in ("cross_attention", "retrieval", "episodic_memory") if getattr(getattr(run.model, name, None), "enabled", False)
+    ]
+    if run.data.batching != "packed" or run.data.packing is not None or not parts:
+        return []
+    return [
+        Problem(
+            "model",
+            f"the rows of {file} are conversations, of which a packed row holds several, and model.{parts[0]} reads for a row as a whole",
+            settings.labels(path, f"model.{parts[0]}.enabled"),
+            settings.spelling("data.batching"),
+            "set data.batching to dynamic",
+        )
+        for path, file in _conversations_of(run)
+    ]
+
+
 def _conversations_of(run: Run) -> Iterator[tuple[str, Path]]:
     """Files with conversations that the run reads with the tokenizer of its settings, each with its setting."""
     source, files = run.data.source, list[tuple[str, str]]()
