@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import SideTextReader, SideTexts
+from shoal.models.huggingface.batched_lora import BatchedLora
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.packed.layers import byte_count, number_count
 from shoal.serve.batched_kv_caches import KvCaches
-from shoal.serve.batching import Backend, ForwardBatch, MachineEntry, moving_average
+from shoal.serve.batching import Backend, ForwardBatch, GenerationJob, MachineEntry, moving_average
 from shoal.serve.nodes.layer_host import memory_for_layers
 
 LONGEST_UNBOUNDED = 32_768
@@ -42,8 +44,9 @@ class LocalBackend(Backend):
     microbatches = 1
     gives_prompt_outputs = True
 
-    def __init__(self, model: Any, beside: SideTexts | None = None) -> None:
-        """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one."""
+    def __init__(self, model: Any, beside: SideTexts | None = None, adapters: BatchedLora | None = None) -> None:
+        """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one. `adapters`:
+        those that requests may name."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
@@ -51,13 +54,19 @@ class LocalBackend(Backend):
         pack_matrices(self.model, self.memory_bytes)
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
-        self.beside = beside
+        self.beside, self.adapters = beside, adapters
+        self._adapter_names: dict[int, str] = {}
+        """Of each request."""
         self.caches = KvCaches(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
         self._readers: dict[int, SideTextReader] = {}
         self._pending: deque[ForwardBatch] = deque()
 
     def prepare(self) -> None:
         """Nothing is compiled or recorded."""
+
+    def admit(self, job: GenerationJob) -> bool:
+        self._adapter_names[job.number] = job.adapter
+        return True
 
     def start(self, batch: ForwardBatch) -> None:
         self._pending.append(batch)
@@ -80,23 +89,34 @@ class LocalBackend(Backend):
             return self._read_everywhere(batch)
         if not batch.needs_logits and hasattr(self.model, "project") and not reads_beside(self.model):
             # A model of our own can leave out the product with its output matrix, which is as large as many layers
-            self.model.hidden(torch.tensor(batch.ids, device=self.device), cache=self.caches.of_one(batch.requests[0], len(batch.ids[0])))
+            ids_1L = torch.tensor(batch.ids, device=self.device)
+            with self._adapted(batch.requests):
+                self.model.hidden(ids_1L, cache=self.caches.of_one(batch.requests[0], len(batch.ids[0])))
             return None
         if len(batch.requests) == 1 or not self.caches.joins:
             return torch.cat([self._alone(request, ids) for request, ids in zip(batch.requests, batch.ids, strict=True)])
         cache, mask_BS = self.caches.of_several(batch.requests, len(batch.ids[0]))
-        return self.model.next_logits(torch.tensor(batch.ids, device=self.device), cache, mask_BS)
+        with self._adapted(batch.requests):
+            return self.model.next_logits(torch.tensor(batch.ids, device=self.device), cache, mask_BS)
+
+    def _adapted(self, requests: Sequence[int]) -> AbstractContextManager[None]:
+        """Context: the rows of a batch have the adapters of these requests."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.rows([self._adapter_names.get(request, "") for request in requests])
 
     def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
         cache, ids_1L = self.caches.of_one(request, len(ids)), torch.tensor([ids], device=self.device)
-        return self.model.next_logits(ids_1L, cache, **self._side_texts(request, ids_1L))
+        with self._adapted([request]):
+            return self.model.next_logits(ids_1L, cache, **self._side_texts(request, ids_1L))
 
     def _read_everywhere(self, batch: ForwardBatch) -> Tensor:
         """The logits [1, L, V] or the last hidden states [1, L, D] at all tokens of a prompt's chunk."""
         (request,), ids_1L = batch.requests, torch.tensor(batch.ids, device=self.device)
         cache = self.caches.of_one(request, ids_1L.shape[1])
         compute = self.model if batch.output == "logits" else self.model.hidden
-        values_1LX: Tensor = compute(ids_1L, cache=cache, **self._side_texts(request, ids_1L))
+        with self._adapted([request]):
+            values_1LX: Tensor = compute(ids_1L, cache=cache, **self._side_texts(request, ids_1L))
         return values_1LX
 
     def _side_texts(self, request: int, ids_1L: Tensor) -> dict[str, Any]:
@@ -115,6 +135,7 @@ class LocalBackend(Backend):
     def release(self, request: int) -> None:
         self.caches.release(request)
         self._readers.pop(request, None)
+        self._adapter_names.pop(request, None)
 
     def machines(self) -> list[MachineEntry]:
         return [machine_entry(self.model, self.memory_bytes, self.token_s, self.tokens)]

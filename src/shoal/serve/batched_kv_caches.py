@@ -110,34 +110,44 @@ class KvCaches:
         return joint.cache.row(joint.members.index(request), self._lengths[request])
 
 
+class _KeptText(NamedTuple):
+    """The tokens of an ended request, and the adapter with which their keys and values were computed."""
+
+    ids: tuple[int, ...]
+    adapter: str
+
+
 class PrefixCache:
-    """The kept texts, by the number of their request, and the one that was used last at the end. Together they are bounded."""
+    """The kept texts, by the number of their request, and the one that was used last at the end. Together they are bounded. Each
+    serves only requests of its own adapter."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
-        self.texts: dict[int, tuple[int, ...]] = {}
+        self.texts: dict[int, _KeptText] = {}
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, list(self.texts.values())))
+        return sum(len(text.ids) for text in list(self.texts.values()))
 
-    def longest(self, prompt: Sequence[int]) -> tuple[int, int] | None:
+    def longest(self, prompt: Sequence[int], adapter: str = "") -> tuple[int, int] | None:
         """The text that has most of the prompt's beginning, and how many tokens that are. The prompt's last token is always read."""
-        found = max(((_common(text, prompt[:-1]), number) for number, text in self.texts.items()), default=(0, 0))
+        fitting = ((number, text.ids) for number, text in self.texts.items() if text.adapter == adapter)
+        found = max(((_common(ids, prompt[:-1]), number) for number, ids in fitting), default=(0, 0))
         if found[0] < SHORTEST:
             return None
         self.texts[found[1]] = self.texts.pop(found[1])
         return found[1], found[0]
 
-    def add(self, number: int, text: Sequence[int]) -> list[int]:
+    def add(self, number: int, text: Sequence[int], adapter: str = "") -> list[int]:
         """Keep a text. Return the requests whose caches to forget: shorter texts that it begins with, the longest unused, or itself."""
         kept = tuple(text)
-        if len(kept) < SHORTEST or len(kept) > self.most_tokens or any(_common(one, kept) == len(kept) for one in self.texts.values()):
+        others = {one: text.ids for one, text in self.texts.items() if text.adapter == adapter}
+        if len(kept) < SHORTEST or len(kept) > self.most_tokens or any(_common(ids, kept) == len(kept) for ids in others.values()):
             return [number]
-        gone = [one for one, shorter in self.texts.items() if _common(shorter, kept) == len(shorter)]
+        gone = [one for one, shorter in others.items() if _common(shorter, kept) == len(shorter)]
         for one in gone:
             self.forget(one)
-        self.texts[number] = kept
+        self.texts[number] = _KeptText(kept, adapter)
         while self.tokens > self.most_tokens:
             gone.append(next(iter(self.texts)))
             self.forget(gone[-1])

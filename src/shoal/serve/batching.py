@@ -226,6 +226,8 @@ class GenerationJob:
     deadline: float = float("inf")
     collector: PromptCollector | None = None
     """Takes what is computed at the tokens of the prompt, of which nothing comes from the prefix cache then."""
+    adapter: str = ""
+    """The name of the LoRA adapter that changes the weights; empty: none."""
     number: int = -1
     read: int = 0
     """Tokens of the prompt that the model has read, or is reading."""
@@ -331,7 +333,7 @@ class BatchingEngine:
 
     def _reuse(self, job: GenerationJob) -> None:
         """Take the beginning of the prompt from the prefix cache."""
-        found = self.prefixes.longest(job.prompt_ids) if job.collector is None else None
+        found = self.prefixes.longest(job.prompt_ids, job.adapter) if job.collector is None else None
         if found is None:
             return
         retained, length = found
@@ -523,7 +525,7 @@ class BatchingEngine:
         unused = [job.number]
         settled = not job.pending or self.backend.ahead  # a step that was started ahead appends after the text
         if reason in ("stop", "length") and settled and self.prefixes.most_tokens and self.backend.retain(job.number):
-            unused = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])
+            unused = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached], job.adapter)
         for number in unused:
             self.backend.release(number)
 

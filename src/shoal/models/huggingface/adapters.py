@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,11 @@ CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 16 << 20
 _PREFIX = "base_model.model."
+_WHOLE = ("modules_to_save", "layer_replication", "lora_bias", "trainable_token_indices", "target_parameters")
+_VARIANTS = ("use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens", "velora_config", "monteclora_config")
+"""Settings of peft with which the result is another than that of the two matrices."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva")
+"""Initial values of the matrices with which peft leaves the weights of the model as they are."""
 _KINDS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude"}
 
 
@@ -89,13 +95,20 @@ def _pair(folder: Path, module: str, parts: Mapping[str, Tensor], config: Mappin
     fits = a_RI is not None and b_OR is not None and a_RI.dim() == b_OR.dim() == 2 and a_RI.shape[0] == b_OR.shape[1]
     if a_RI is None or b_OR is None or not fits or (magnitude_O is not None and magnitude_O.shape != b_OR.shape[:1]):
         raise ShoalError(f"{folder / _WEIGHTS} is damaged: the LoRA matrices of {module} do not fit each other")
-    alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    try:
+        alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ShoalError(f"{folder / CONFIG} is no configuration of LoRA adapters: alpha_pattern: {error}") from None
     rank = a_RI.shape[0]
+    if not math.isfinite(alpha) or rank == 0:
+        raise ShoalError(f"{folder / CONFIG}: the scale of {module} is not a finite number")
     return LoraPair(a_RI, b_OR, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude_O)
 
 
 def _of_pattern(patterns: Any, module: str, default: float) -> float:
     """The value for a module, by the end of its name."""
+    if not all(re.fullmatch(r"[\w.]+", name) for name in patterns or {}):
+        raise ValueError("its keys must be the names of modules, or the ends of such names")
     found = [value for name, value in (patterns or {}).items() if module == name or module.endswith(f".{name}")]
     return float(found[0]) if found else float(default)
 
@@ -108,7 +121,14 @@ def _config(file: Path) -> dict[str, Any]:
             raise ValueError("base_model_name_or_path or lora_alpha")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShoalError(f"{file} is no configuration of LoRA adapters: {error}") from None
-    if named != {"peft_type": "LORA", "bias": "none"} or config.get("modules_to_save") or config.get("layer_replication"):
+    if unread := [name for name in _VARIANTS if config.get(name)]:
+        raise ShoalError(f"{file} sets {unread[0]}, with which adapters compute more than two products: merge it with peft")
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        raise ShoalError(
+            f"{file} says init_lora_weights: {config['init_lora_weights']}, which changes the weights of the model itself: let peft save "
+            "it with path_initial_model_for_weight_conversion, or merge it with peft"
+        )
+    if named != {"peft_type": "LORA", "bias": "none"} or any(config.get(name) for name in _WHOLE):
         raise ShoalError(f"{file}: only LoRA matrices are read, without biases, whole modules or repeated layers: merge it with peft")
     return dict(config)
 
