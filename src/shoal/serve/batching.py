@@ -30,6 +30,7 @@ from shoal.models.generation.decoding import (
     finite_rows,
 )
 from shoal.serve.batched_kv_caches import PrefixCache
+from shoal.serve.constraints import TokenConstraint, apply_constraints
 
 _PREFILL_SHARE = 0.75
 """Prefill budget per decode step, as a share of decode time: a token then takes 1.75 times as long on the mean; twice is the goal. Where
@@ -54,6 +55,8 @@ class ForwardBatch(NamedTuple):
     """The ids are the last chosen tokens, which a backend that chooses them has itself."""
     draws: tuple[float, ...] = ()
     """The random numbers of the next tokens, for a backend that chooses them."""
+    masks: tuple[Tensor | None, ...] = ()
+    """The tokens that are allowed next, a bit for each, for such a backend; None: all."""
     output: PromptOutput | None = None
     """What the result has at every token of one prompt, as [1, L, …]; None: it has the logits of the next tokens alone."""
 
@@ -197,8 +200,9 @@ class ChosenTokens(NamedTuple):
     """Of each token, and of the most likely ones; None: no request needs them."""
 
 
-EndReason = Literal["stop", "length", "timeout", "cancelled", "failed", "not_finite"]
-"""`not_finite`: the model itself gives no finite numbers for this text; with several machines, the server has computed them itself."""
+EndReason = Literal["stop", "length", "timeout", "cancelled", "failed", "not_finite", "grammar"]
+"""`not_finite`: the model itself gives no finite numbers for this text; with several machines, the server has computed them itself.
+`grammar`: no token of the vocabulary continues the text as its grammar demands, or the grammar became too complex."""
 
 
 class Finished(NamedTuple):
@@ -224,6 +228,8 @@ class GenerationJob:
     top_logprobs: int | None = None
     """How many likely tokens are reported beside each token; None: no probabilities at all."""
     deadline: float = float("inf")
+    constraint: TokenConstraint | None = None
+    """The grammar that the answer follows."""
     collector: PromptCollector | None = None
     """Takes what is computed at the tokens of the prompt, of which nothing comes from the prefix cache then."""
     adapter: str = ""
@@ -350,7 +356,7 @@ class BatchingEngine:
             job for job in self.running if job.read == len(job.prompt_ids) and (job.written or (self.backend.ahead and job.started))
         ]
         for group in _grouped(decoding, self.backend.microbatches):
-            going = [job for job in group if job.started < job.max_tokens]
+            going = [job for job in group if job.started < job.max_tokens and not (job.constraint and job.pending and self.backend.ahead)]
             if going and not any(job.pending > self.backend.ahead for job in going):
                 ids = tuple((job.written[-1] if job.written else 0,) for job in going)
                 self._begin(ForwardBatch(tuple(job.number for job in going), ids, decodes=True), going)
@@ -396,7 +402,8 @@ class BatchingEngine:
 
     def _begin(self, batch: ForwardBatch, jobs: list[GenerationJob]) -> None:
         if self.backend.ahead and batch.needs_logits:
-            batch = batch._replace(draws=tuple(job.draws.at(job.started) for job in jobs))
+            masks = tuple(None if job.constraint is None else job.constraint.mask() for job in jobs)
+            batch = batch._replace(draws=tuple(job.draws.at(job.started) for job in jobs), masks=masks)
         for job in jobs:
             job.pending += 1
             job.started += batch.needs_logits
@@ -479,6 +486,7 @@ class BatchingEngine:
         if any(job.penalties != NO_PENALTIES for job in jobs):
             rows = zip(jobs, scores_BV, strict=True)
             scores_BV = torch.stack([apply_penalties(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
+        scores_BV = apply_constraints(scores_BV, [job.constraint for job in jobs])
         try:
             tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
         except NotFiniteError as problem:
@@ -503,6 +511,9 @@ class BatchingEngine:
         if job.max_tokens == 0:
             self._end(job, "length")
             return
+        if job.constraint is not None and job.constraint.is_over:  # it was not yet when the step was started
+            self._end(job, "grammar" if job.constraint.has_failed else "stop")
+            return
         self.tokens_written += 1
         if generated.token in job.eos_ids:
             if job.collector is not None:
@@ -510,8 +521,12 @@ class BatchingEngine:
             self._end(job, "stop")
             return
         job.written.append(generated.token)
+        if job.constraint is not None:
+            job.constraint.advance(generated.token)
         if job.on_event(generated):
             self._end(job, "stop")
+        elif job.constraint is not None and job.constraint.is_over:
+            self._end(job, "grammar" if job.constraint.has_failed else "stop")
         elif len(job.written) >= job.max_tokens:
             self._end(job, "length")
 

@@ -73,13 +73,15 @@ class PagedBackend(Backend):
         if slot is None:
             return False
         self._slots[job.number] = slot
-        self._kinds[job.number] = StepKind(job.penalties != NO_PENALTIES, job.top_logprobs is not None)
+        self._kinds[job.number] = StepKind(job.penalties != NO_PENALTIES, job.top_logprobs is not None, job.constraint is not None)
         return True
 
     def start(self, batch: ForwardBatch) -> None:
         slots = [self._slots[request] for request in batch.requests]
         kinds = [self._kinds[request] for request in batch.requests]
-        kind = StepKind(any(one.penalties for one in kinds), any(one.likely for one in kinds))
+        kind = StepKind(*(any(column) for column in zip(*kinds, strict=True)))
+        if batch.needs_logits:
+            self.decoder.mask(slots, batch.masks)
         if batch.decodes:
             result: StepChoices | None = self.decoder.step(slots, batch.draws, kind)
         else:

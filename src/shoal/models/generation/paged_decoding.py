@@ -23,6 +23,7 @@ from shoal.models.generation.choice_state import ChoiceState
 from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, Warp
 from shoal.models.generation.paged_cache import DecodingLayer, PagePool, PageTables, PromptTokens, ReadingLayer, pages_for
 from shoal.models.generation.slot_choice import SlotPenalties, choose_in_slots
+from shoal.models.generation.token_masks import SlotMasks
 from shoal.models.gpt import Attention, Gpt
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.expert_layer import ExpertLayer, products_are_grouped
@@ -55,7 +56,9 @@ class StepKind(NamedTuple):
 
     penalties: bool = False
     likely: bool = False
-    """Log-probabilities of the chosen and of the most likely tokens, before penalties and decoding."""
+    """Log-probabilities of the chosen and of the most likely tokens, before penalties, masks and decoding."""
+    masks: bool = False
+    """Only tokens that the slots' masks allow are chosen."""
 
 
 class StepChoices(NamedTuple):
@@ -113,6 +116,7 @@ class PagedDecoder:
         self.state = ChoiceState(zeros[0], top_k_N, zeros[1], zeros[2], whole[0], whole[1])
         self.tables_NP = torch.zeros(slots, pages, dtype=torch.int32, device=self.device)
         self.penalties: SlotPenalties | None = None
+        self.masks: SlotMasks | None = None
         self._rows_R = torch.zeros(up_to_rung(rows), dtype=torch.long, device=self.device)
         self._draws_R = torch.zeros(up_to_rung(rows), dtype=torch.float64, device=self.device)
         self._placed: tuple[int, ...] = ()
@@ -148,7 +152,20 @@ class PagedDecoder:
             self.penalties = SlotPenalties(self.most_rows + 1, self.model.vocab_size, self.device)
         if self.penalties is not None:
             self.penalties.open(slot, penalties, prompt_ids)
+        if self.masks is not None:
+            self.masks.open(slot)
         return slot
+
+    def mask(self, slots: Sequence[int], masks: Sequence[Tensor | None]) -> None:
+        """The tokens that the next ones of these texts are chosen from, a bit for each; None: all, as before. The steps of such a slot must
+        be of a kind that has masks."""
+        given = {slot: mask for slot, mask in zip(slots, masks, strict=False) if mask is not None}
+        if given:
+            if self.masks is None:
+                self.masks = SlotMasks(self.most_rows + 1, self.model.vocab_size, self.device)
+            words_KW = torch.stack(list(given.values()))
+            words_KW = words_KW.pin_memory().to(self.device, non_blocking=True) if self.records else words_KW.to(self.device)
+            self.masks.replace([*given], self._sent([*given], torch.long), words_KW)
 
     def begin_with(self, slot: int, pages: Sequence[int], tokens: int) -> None:
         """A new text begins with the first tokens in these pages: it shares those that are full, and copies the rest."""
@@ -257,6 +274,8 @@ class PagedDecoder:
         scores_RV = logits_RV
         if kind.penalties and self.penalties is not None:
             scores_RV = self.penalties.apply(logits_RV, rows_R)
+        if kind.masks and self.masks is not None:
+            scores_RV = self.masks.apply(scores_RV, rows_R)
         tokens_R, log_probs_R = choose_in_slots(scores_RV, rows_R, draws_R, self.state)
         if kind.penalties and self.penalties is not None:
             self.penalties.add(rows_R, tokens_R)
@@ -296,6 +315,8 @@ class PagedDecoder:
         self._placed = ()
         if kind.penalties and self.penalties is None:
             self.penalties = SlotPenalties(self.most_rows + 1, self.model.vocab_size, self.device)
+        if kind.masks and self.masks is None:
+            self.masks = SlotMasks(self.most_rows + 1, self.model.vocab_size, self.device)
         self._recordings[rows, kind] = self._recorded(partial(self._step, rows, kind), self._rows_R)
 
     def _recorded(self, work: Callable[[Callable[..., Tensor]], Any], slots: Tensor) -> tuple[Any, Any]:

@@ -104,6 +104,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str: ...
 
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes of each token, by id; None: they are not known here."""
+        return None
+
     def as_json(self) -> str | None:
         """The content of a tokenizer.json that encodes as this tokenizer does; None: there is none."""
         return None

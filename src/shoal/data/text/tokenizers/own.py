@@ -27,6 +27,9 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
 
+    def token_bytes(self) -> list[bytes]:
+        return [*(bytes([number]) for number in range(256)), b"<end>"]
+
     def _made_files(self) -> dict[str, bytes]:
         return {OWN_FILE: FORMAT.text({"kind": "bytes"}).encode()}
 
@@ -70,6 +73,9 @@ class CharacterTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[int(i)] for i in ids)
+
+    def token_bytes(self) -> list[bytes]:
+        return [letter.encode("utf-8") for letter in self.alphabet]
 
     def _made_files(self) -> dict[str, bytes]:
         return {OWN_FILE: FORMAT.text({"kind": "characters", "alphabet": self.alphabet}).encode()}

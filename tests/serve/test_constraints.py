@@ -1,0 +1,210 @@
+"""Answers that follow a grammar: alone, in batches, with pages, and over machines of which one is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+pytest.importorskip("llguidance", reason="answers by a grammar need llguidance: pip install 'shoal[serve]'")
+
+from llguidance import LLMatcher
+
+from shoal.data import load_tokenizer
+from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
+from shoal.models.generation.decoding import LogitPenalties, Warp
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.constraints import GrammarCompiler, GrammarError, TokenConstraint, check_size
+from shoal.serve.nodes.placement import SERVER_NODE
+from shoal.serve.paged_backend import PagedBackend
+from tests.serve.test_batching import VOCABULARY, Heard, alone, job, make_model
+from tests.serve.test_nodes import finish, make, split_evenly, spread
+from tests.support.chat_folders import write_tokenizer
+from tests.support.json_schemas import random_schema
+
+LETTERS = CharacterTokenizer('{}[]":,.-+ 0123456789abcdefglnorstuxyzkE')
+COMPILER = GrammarCompiler(LETTERS, (), VOCABULARY)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99999}, "b": {"enum": ["red", "green"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def regex(pattern: str) -> TokenConstraint:
+    return COMPILER.compile(LLMatcher.grammar_from_regex(pattern))
+
+
+def schema(content: dict) -> TokenConstraint:
+    return COMPILER.compile(LLMatcher.grammar_from_json_schema(json.dumps(content), overrides={"whitespace_flexible": False}))
+
+
+def engine(backend: Backend) -> BatchingEngine:
+    return BatchingEngine(backend, most_running=4, most_waiting=100, clock=itertools.count().__next__, kept_tokens=100)
+
+
+def allowed(one: TokenConstraint) -> list[int]:
+    words = one.mask().tolist()
+    return [32 * word + bit for word, bits in enumerate(words) for bit in range(32) if bits >> bit & 1]
+
+
+def test_the_alphabet_of_this_file_has_a_letter_for_each_row_of_the_model():
+    assert LETTERS.vocab_size == VOCABULARY
+
+
+def test_a_mask_allows_what_continues_the_grammar_and_an_end_only_where_it_may_end():
+    compiler = GrammarCompiler(ByteTokenizer(), (256,), 300)
+    one = compiler.compile(LLMatcher.grammar_from_regex("ab+c?"))
+    assert allowed(one) == [ord("a")]
+    one.advance(ord("a"))
+    other = one.copy()
+    assert allowed(one) == allowed(other) == [ord("b")]
+    assert one.accepted([*b"bbcb"]) == 3
+    one.advance(ord("b"))
+    assert allowed(one) == [ord("b"), ord("c"), 256]
+    one.advance(ord("c"))
+    assert one.is_over
+    assert not one.has_failed
+    other.advance(ord("x"))
+    assert other.has_failed
+
+
+@pytest.mark.parametrize("family", ["qwen25", "llama3", "gemma"])
+def test_any_way_through_the_masks_of_a_vocabulary_writes_what_the_schema_allows(family, tmp_path: Path):
+    tokenizer, draw = load_tokenizer(str(write_tokenizer(tmp_path, family))), random.Random(2)
+    compiler = GrammarCompiler(tokenizer, (tokenizer.eos_id,), tokenizer.vocab_size + 50)
+    special = {tokenizer.encode(text)[0] for text in tokenizer.special_tokens.values()}
+    for _ in range(5):
+        content = random_schema(draw)
+        one, ids = compiler.compile(LLMatcher.grammar_from_json_schema(json.dumps(content))), list[int]()
+        while not one.is_over and (choices := allowed(one)) and len(ids) < 3000:
+            token = tokenizer.eos_id if tokenizer.eos_id in choices else draw.choice(choices)
+            assert token == tokenizer.eos_id or token not in special
+            if token == tokenizer.eos_id:
+                break
+            ids.append(token)
+            one.advance(token)
+        jsonschema.validate(json.loads(tokenizer.decode(ids)), content)
+
+
+def test_what_cannot_be_followed_is_refused_before_the_model_works():
+    with pytest.raises(GrammarError, match="no text of the model's vocabulary"):
+        regex("ÄÖÜ")
+    with pytest.raises(GrammarError, match="parse error"):
+        regex("(a")
+    with pytest.raises(GrammarError, match="Unimplemented"):
+        schema({"not": {"type": "integer"}})
+    with pytest.raises(GrammarError, match="within each other"):
+        check_size(json.loads("[" * 70 + "]" * 70), "this")
+    with pytest.raises(GrammarError, match="letters"):
+        check_size({"enum": ["a" * 200_000]}, "this")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        LLMatcher.grammar_from_regex("((a{1,1000}){1,1000}){1,1000}"),
+        LLMatcher.grammar_from_regex("(.*a.{30}){9}"),
+        LLMatcher.grammar_from_regex("(" * 30_000 + "a" + ")" * 30_000),
+        LLMatcher.grammar_from_lark("start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+        LLMatcher.grammar_from_lark("start: start start | "),
+        LLMatcher.grammar_from_json_schema(json.dumps({"$ref": "#"})),
+        LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "minLength": 10**9})),
+        LLMatcher.grammar_from_json_schema(
+            json.dumps({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {"const": i}}} for j in range(9)]} for i in range(20)]})
+        ),
+        '{"grammars": [',
+        "[]",
+    ],
+    ids=lambda text: text[:30],
+)
+def test_hostile_grammars_are_refused_or_followed_and_take_no_long_time(grammar):
+    try:
+        one = COMPILER.compile(grammar)
+    except GrammarError:
+        return
+    for _ in range(20):
+        if one.is_over:
+            return
+        one.advance((allowed(one) or [0])[0])
+
+
+@pytest.mark.parametrize("kind", ["learned", "moe", "lstm"])
+def test_other_texts_of_a_batch_stay_as_they_are(kind):
+    model, prompts = make_model(kind), [[1, 2, 3], [4], [5, 6, 7, 8], [9, 1]]
+    one, heard = engine(LocalBackend(model)), [Heard() for _ in prompts]
+    constraints = [None, schema(SCHEMA), None, regex("(ab|ba){2,9}x")]
+    for prompt, listener, constraint in zip(prompts, heard, constraints, strict=True):
+        one.submit(job(prompt, listener, 50, constraint=constraint))
+        one.step()
+    finish(one)
+    for number in (0, 2):
+        assert heard[number].tokens == alone(model, prompts[number], 50)
+    jsonschema.validate(json.loads(LETTERS.decode(heard[1].tokens)), SCHEMA)
+    assert re.fullmatch("(ab|ba){2,9}x", LETTERS.decode(heard[3].tokens))
+    assert [listener.end for listener in heard] == ["length", "stop", "length", "stop"]
+
+
+def constrained(one: BatchingEngine) -> list[Heard]:
+    """What requests write that come one after the other, some by a grammar, with all kinds of decoding."""
+    warps = (Warp(1.0), Warp(0.0), Warp(0.8, top_k=7), Warp(1.2, top_p=0.8), Warp(1.0, 9, 0.9, 0.01))
+    heard = [Heard() for _ in range(10)]
+    for number, listener in enumerate(heard):
+        settings = {"penalties": LogitPenalties(1.3, 0.4, 0.2, {3: 2.0})} if number % 4 == 1 else {}
+        constraint = (None, schema(SCHEMA), regex("[a-g]{5,20}x"))[number % 3]
+        prompt = [7, 8, 9, number, *range(number)]
+        one.submit(job(prompt, listener, 30, warp=warps[number % 5], constraint=constraint, top_logprobs=number % 2 or None, **settings))
+        one.step()
+    finish(one)
+    return heard
+
+
+def test_a_backend_that_chooses_tokens_itself_follows_the_same_grammars():
+    model = make_model("rotary")
+    expected = constrained(engine(LocalBackend(model)))
+    found = constrained(engine(PagedBackend(model, most_running=4, kept_tokens=100)))
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert [one.end for one in found] == [one.end for one in expected]
+    for one in found[1::3]:
+        jsonschema.validate(json.loads(LETTERS.decode(one.tokens)), SCHEMA)
+
+
+def test_a_machine_that_is_lost_changes_no_token_of_a_constrained_answer():
+    model, described = make("gpt")
+    jobs = [([3, 1, 4], lambda: schema(SCHEMA)), ([8], lambda: regex("(ab|cd)*")), ([2, 2], lambda: None)]
+    expected = []
+    for prompt, constraint in jobs:
+        one, heard = engine(LocalBackend(model)), Heard()
+        one.submit(job(prompt, heard, 40, constraint=constraint()))
+        finish(one)
+        expected.append((heard.tokens, heard.end))
+    with spread(model, described, ["pi0", "pi1"]) as (one, machines):
+        split_evenly(one, 3)
+        heard_here = [Heard() for _ in jobs]
+        for (prompt, constraint), listener in zip(jobs, heard_here, strict=True):
+            one.submit(job(prompt, listener, 40, constraint=constraint()))
+        lost = next(stage.name for stage in one.backend.placement.current.stages if stage.name != SERVER_NODE)
+
+        def pull() -> None:
+            if lost in machines.running and len(heard_here[2].tokens) >= 8:
+                machines.unplug(lost, one.backend.node_server)
+
+        finish(one, pull)
+        assert lost not in machines.running
+    assert [(listener.tokens, listener.end) for listener in heard_here] == expected
+
+
+def test_an_answer_that_cannot_go_on_ends_with_a_reason_of_its_own():
+    compiler, heard = GrammarCompiler(CharacterTokenizer("abc"), (), VOCABULARY), Heard()
+    one = engine(LocalBackend(make_model("learned")))
+    one.submit(job([1], heard, 20, constraint=compiler.compile(LLMatcher.grammar_from_regex("[ab]{4}z|[ab]{5}z"))))
+    finish(one)
+    assert heard.end == "grammar"
+    assert not one.running
