@@ -263,8 +263,8 @@ def test_health_readiness_and_figures(service, monkeypatch):
     assert get(service, "/ready").status_code == 200
     assert service.engine.tokens_written == before + 1, "a token went through a moment ago"
     figures = get(service, "/metrics").text
-    assert "shoal_requests_running 0" in figures
-    assert f"shoal_written_tokens_total {max(before, service.engine.tokens_written)}" in figures
+    assert 'shoal_requests_running{model="tiny"} 0' in figures
+    assert f'shoal_written_tokens_total{{model="tiny"}} {max(before, service.engine.tokens_written)}' in figures
 
 
 def test_a_model_that_does_not_work_is_not_ready(monkeypatch):

@@ -19,6 +19,7 @@ from shoal.models.packed.layers import byte_count, number_count
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.batching import QueueFullError
 from shoal.serve.load_model import open_served
+from shoal.serve.model_pool import ModelPool
 from shoal.serve.nodes.distributed_model import open_local_server, open_server
 from shoal.serve.server import ModelServer
 from shoal.transports.addresses import free_port
@@ -62,14 +63,15 @@ def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder, mo
 
 
 def test_whoever_comes_as_soon_as_the_address_is_known_is_let_in():
-    service = ModelServer(small_served(), "127.0.0.1", [0, 0], lambda text: None)
+    service = ModelServer(ModelPool.of_one(small_served(), lambda text: None), "127.0.0.1", [0, 0])
     for port, listening in zip(service.ports, service.sockets, strict=True):
         with listening, socket.create_connection(("127.0.0.1", port), timeout=10):
             pass
 
 
 def test_a_server_says_that_it_answers_only_when_its_model_does(monkeypatch):
-    service, announced, asked = ModelServer(small_served(), "127.0.0.1", [0], lambda text: None), threading.Event(), []
+    service = ModelServer(ModelPool.of_one(small_served(), lambda text: None), "127.0.0.1", [0])
+    announced, asked = threading.Event(), []
     submit, is_open = service.engine.submit, threading.Event()
 
     def while_machines_are_missing(*jobs):

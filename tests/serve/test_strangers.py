@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 
 import httpx
 import pytest
 
 from shoal.serve.api.app import Api
-from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.model_pool import ModelPool
 from shoal.serve.server import ModelServer
 from shoal.web import uvicorn_limits as connection_limits
 from tests.support.processes import HANG_S
-from tests.support.small_service import running, small_model, small_served
+from tests.support.small_service import running, small_served
 
 
 def address(service: ModelServer) -> tuple[str, int]:
@@ -59,8 +57,8 @@ def test_who_asked_something_keeps_its_connection(monkeypatch: pytest.MonkeyPatc
 
 
 def test_however_many_ask_whether_the_server_is_ready_one_token_is_written_for_them() -> None:
-    engine = BatchingEngine(LocalBackend(small_model(), None), most_running=1, most_waiting=2, clock=time.monotonic)
-    api = Api(small_served(), engine)
+    models = ModelPool.of_one(small_served(max_running=1, max_waiting=2), lambda text: None)
+    api, engine = Api(models), models.first.engine
 
     async def ask() -> list[int]:
         asked = [asyncio.create_task(api.ready()) for _ in range(20)]

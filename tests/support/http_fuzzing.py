@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from typing import Any
 
 import httpx
 
 from shoal.serve.api.app import make_app
-from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine
-from shoal.serve.server import EngineThread
+from shoal.serve.model_pool import ModelPool
 from shoal.web.auth import AuthMiddleware
 from tests.support.small_service import small_model, small_served
 
@@ -46,11 +43,10 @@ def fuzz(seed: int, bodies: int) -> Counter[int]:
 
 async def _fuzzed(seed: int, bodies: int) -> Counter[int]:
     chance, seen = random.Random(seed), Counter[int]()
-    engine = BatchingEngine(LocalBackend(small_model(longest=24)), most_running=4, most_waiting=64, clock=time.monotonic)
     faults: list[str] = []
-    driver = EngineThread(engine, faults.append)
-    driver.start()
-    app: Any = AuthMiddleware(make_app(small_served(engine.backend.model, max_new_tokens=4), engine), None)
+    models = ModelPool.of_one(small_served(small_model(longest=24), max_new_tokens=4, max_running=4), faults.append)
+    models.start()
+    app: Any = AuthMiddleware(make_app(models), None)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for _ in range(bodies):
@@ -61,9 +57,9 @@ async def _fuzzed(seed: int, bodies: int) -> Counter[int]:
                     assert answer.json()["error"]["message"], raw[:2000]
                 seen[answer.status_code] += 1
     finally:
-        driver.stop()
+        models.close()
     assert not faults
-    assert not engine.backend.caches.requests
+    assert models.first.engine.backend.caches.requests == set(models.first.engine.prefixes.texts)
     return seen
 
 

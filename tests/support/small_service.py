@@ -14,6 +14,7 @@ from shoal.data.text.chat_template import plain_template
 from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.models.gpt import Gpt
 from shoal.serve.load_model import PLAIN_STOP_WORDS, ServedModel
+from shoal.serve.model_pool import ModelPool
 from shoal.serve.server import ModelServer
 
 
@@ -38,7 +39,7 @@ def small_served(model: Gpt | None = None, **settings) -> ServedModel:
 @contextmanager
 def running(served: ServedModel, ports: int = 1) -> Iterator[ModelServer]:
     """The service on ports of this machine that the system chose; it ends with the block."""
-    service = ModelServer(served, "127.0.0.1", [0] * ports, lambda text: None)
+    service = ModelServer(ModelPool.of_one(served, lambda text: None), "127.0.0.1", [0] * ports)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:

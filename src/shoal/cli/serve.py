@@ -55,10 +55,11 @@ def run(argv: list[str]) -> int:
 
 
 def _answer(served: ServedModel, arguments: argparse.Namespace, stages: DistributedModel | None) -> int:
+    from shoal.serve.model_pool import ModelPool
     from shoal.serve.server import ModelServer
 
     ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
-    service = ModelServer(served, arguments.host, ports, warn, stages)
+    service = ModelServer(ModelPool.of_one(served, warn, stages), arguments.host, ports)
     if not getattr(served.model, "joins_rows", True):
         warn("this model keeps more state than keys and values, so its requests are computed one by one")
     homes = [f"http://{bracketed(to_tell(arguments.host))}:{port}" for port in service.ports]

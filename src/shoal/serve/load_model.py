@@ -23,6 +23,7 @@ from shoal.manifest import check_manifest
 from shoal.models.generation.side_texts import SideTexts
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
+from shoal.models.huggingface.batched_lora import BatchedLora
 from shoal.models.huggingface.gguf_weights import GgufWeights
 from shoal.models.huggingface.gpt_description import keep_conversion, kept_conversion
 from shoal.models.huggingface.model import HuggingFace
@@ -72,6 +73,10 @@ class ServedModel(NamedTuple):
     """The source of the texts that the model retrieves; null: it retrieves nothing, or only from its memory."""
     stop_words: tuple[str, ...] = ()
     """Texts that end the assistant's turn where no token does."""
+    adapters: BatchedLora | None = None
+    """The LoRA adapters that requests may name; null: none."""
+    adapter: str = ""
+    """Which of them the requests of this name have; empty: none."""
     encoder: PromptProcess | None = None
     """Encodes with the tokenizer of a model's maker; null: the tokenizer is Shoal's own, or one that only transformers can read."""
 

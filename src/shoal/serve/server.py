@@ -1,11 +1,10 @@
-"""The process that serves: its ports, the thread in which its engine works, and uvicorn between them."""
+"""The process that serves: its ports, the models behind them, and uvicorn between them."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
-from shoal.serve.batching import Backend, BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
-from shoal.serve.load_model import ServedModel
-from shoal.serve.paged_backend import local_backend
+from shoal.serve.batching import BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
+from shoal.serve.model_pool import ModelPool
 from shoal.transports.addresses import is_loopback
 from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.uvicorn_limits import bounded_server
@@ -24,78 +22,38 @@ _ASK_AGAIN_S, _PROBE_S = 0.2, 3600.0
 """Seconds between two questions whether the model answers, and how long one may wait for machines."""
 
 
-class EngineThread(threading.Thread):
-    """Steps while there is something to do, and waits while there is not."""
-
-    def __init__(self, engine: BatchingEngine, warn: Callable[[str], None]) -> None:
-        super().__init__(name="shoal-engine", daemon=True)
-        self.engine, self.warn = engine, warn
-        self._ending = False
-
-    def stop(self) -> None:
-        """End every request and the thread."""
-        with self.engine.arrived:
-            self._ending = True
-            self.engine.arrived.notify_all()
-        self.join()
-        self.engine.cancel([job.number for job in (*self.engine.running, *self.engine.waiting)])
-        self.engine.step()
-
-    def run(self) -> None:
-        while self._wait():
-            try:
-                self.engine.step()
-            except Exception as error:  # one request's fault must not end the service of the others
-                self.warn(f"a step of the model failed, and the requests in it ended: {error}")
-                self.engine.fail()
-
-    def _wait(self) -> bool:
-        with self.engine.arrived:
-            self.engine.arrived.wait_for(lambda: self.engine.busy or self._ending)
-            return not self._ending
-
-
 class ModelServer:
-    """A model that answers on one or more ports, until `stop` or a signal."""
+    """Models that answer on one or more ports, until `stop` or a signal."""
 
-    def __init__(
-        self, served: ServedModel, host: str, ports: Sequence[int], warn: Callable[[str], None], stages: Backend | None = None
-    ) -> None:
-        """`stages`: where the model's layers are; null: all of them here."""
-        settings = served.settings
+    def __init__(self, models: ModelPool, host: str, ports: Sequence[int]) -> None:
+        settings = models.settings
         key = settings.api_key.reveal() if settings.api_key else None
         require_key(host, key)
-        self.engine = BatchingEngine(
-            stages
-            or local_backend(served.model, served.beside, most_running=settings.max_running, kept_tokens=settings.prefix_cache_tokens),
-            most_running=settings.max_running,
-            most_waiting=settings.max_waiting,
-            clock=time.monotonic,
-            kept_tokens=settings.prefix_cache_tokens,
-            warn=warn,
-        )
-        self.driver = EngineThread(self.engine, warn)
+        self.models = models
         self.sockets = [listening_socket(host, port) for port in ports]
         self.ports: list[int] = [one.getsockname()[1] for one in self.sockets]
-        app: Any = AuthMiddleware(make_app(served, self.engine), key, guarded=("/v1", "/metrics", "/tokenize", "/detokenize"))
+        app: Any = AuthMiddleware(make_app(models), key, guarded=("/v1", "/metrics", "/tokenize", "/detokenize"))
         if settings.allow_origins:
             allowed: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["retry-after"]}
             app = CORSMiddleware(app, allow_origins=settings.allow_origins, **allowed)
         self.server = bounded_server(app)
         self._ending = threading.Event()
 
+    @property
+    def engine(self) -> BatchingEngine:
+        """The engine of the first model."""
+        return self.models.first.engine
+
     def run(self, announce: Callable[[], None] | None = None) -> None:
-        """Serve until a signal comes. `announce` is called when the model has written its first token."""
-        self.engine.backend.prepare()
-        self.driver.start()
+        """Serve until a signal comes. `announce` is called when the first model has written its first token."""
+        self.models.start()
         if announce is not None:
             threading.Thread(target=self._announce, args=(announce,), name="shoal-announce", daemon=True).start()
         try:
             self.server.run(self.sockets)
         finally:
             self._ending.set()
-            self.driver.stop()
-            self.engine.backend.close()
+            self.models.close()
             for one in self.sockets:
                 one.close()
 

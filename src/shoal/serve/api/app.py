@@ -17,11 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match
 
-from shoal.data import TokenTexts
-from shoal.runs.monitoring.prometheus import Metric, MetricSample, exposition
+from shoal.runs.monitoring.prometheus import exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, check_tokens, prompt_ids, tokens_of
 from shoal.serve.api.embedding import embed, in_base64, input_ids
+from shoal.serve.api.metrics import pool_metrics
 from shoal.serve.api.openapi import describe, error_responses, generated_responses
 from shoal.serve.api.requests import (
     ChatRequest,
@@ -34,7 +34,7 @@ from shoal.serve.api.requests import (
     refusal_of,
 )
 from shoal.serve.batching import BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
-from shoal.serve.load_model import ServedModel
+from shoal.serve.model_pool import ModelPool, ModelState
 from shoal.transports.metrics_page import CONTENT_TYPE
 from shoal.version import __version__
 from shoal.web.auth import RefusedError
@@ -49,9 +49,8 @@ _PAGES = Path(__file__).parents[1]
 class Api:
     """The routes' handlers, and the state that they share."""
 
-    def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
-        self.served, self.engine = served, engine
-        self.token_texts = TokenTexts(served.tokenizer)
+    def __init__(self, models: ModelPool) -> None:
+        self.models = models
         self.answered: Counter[int] = Counter()
         """Requests by status."""
         self.created = int(time.time())
@@ -59,59 +58,52 @@ class Api:
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
-        engine = self.engine
-        by_status = [MetricSample(count, {"status": str(status)}) for status, count in sorted(self.answered.items())]
-        counters = (
-            ("shoal_prompt_tokens_total", "counter", "Tokens of prompts that the model has read.", engine.tokens_read),
-            ("shoal_reused_tokens_total", "counter", "Tokens of prompts from the prefix cache.", engine.tokens_reused),
-            ("shoal_kept_tokens", "gauge", "Tokens in the prefix cache.", engine.prefixes.tokens),
-            ("shoal_written_tokens_total", "counter", "Tokens that were generated.", engine.tokens_written),
-            ("shoal_requests_running", "gauge", "Answers that are being generated.", len(engine.running)),
-            ("shoal_requests_waiting", "gauge", "Answers that wait to be generated.", len(engine.waiting)),
-            ("shoal_places", "gauge", "Answers that can be generated at once.", engine.most_running),
-        )
-        metrics = [Metric(name, kind, help, [MetricSample(value)]) for name, kind, help, value in counters]
-        text = exposition([Metric("shoal_requests_total", "counter", "Requests by HTTP status.", by_status), *metrics])
-        return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
+        return PlainTextResponse(exposition(pool_metrics(self.models.states(), self.answered)), headers={"content-type": CONTENT_TYPE})
 
-    async def models(self) -> schema.ModelList:
-        """The model that is served."""
-        return schema.ModelList(data=[await self.model(self.served.name)])
+    async def list_models(self) -> schema.ModelList:
+        """The models and adapters that are served."""
+        return schema.ModelList(data=[self._entry(state) for state in self.models.states()])
 
     async def model(self, model: str) -> schema.ModelEntry:
         """The model of this name."""
-        self._check_model(model)
-        return schema.ModelEntry(id=self.served.name, created=self.created)
+        return self._entry(self.models.state(model))
 
-    def _check_model(self, name: str) -> None:
-        """Raises RefusedError where another model is asked for."""
-        if name != self.served.name:
-            message = f"there is no model {name[:100]!r} here; this is {self.served.name!r}"
-            raise RefusedError(404, message, param="model", code="model_not_found")
+    def _entry(self, state: ModelState) -> schema.ModelEntry:
+        return schema.ModelEntry(id=state.name, created=self.created, parent=state.parent, loaded=state.loaded is not None)
 
-    async def status(self) -> schema.Status:
-        """The machines that hold the model, how busy they are, and the values of requests that name none. The chat page shows this."""
-        engine = self.engine
-        machines, running, waiting = engine.backend.machines(), len(engine.running), len(engine.waiting)
+    async def status(self, model: str | None = None) -> schema.Status:
+        """The machines that hold a model, how busy they are, and the values of requests that name none; of the first model where `model` is
+        not given. The chat page shows this."""
+        states = self.models.states()
+        state = states[0] if model is None else self.models.state(model)
+        engine = state.loaded.engine if state.loaded else None
+        settings = state.loaded.served.settings if state.loaded else self.models.settings
         return schema.Status(
-            model=self.served.name,
-            machines=machines,
-            running=running,
-            waiting=waiting,
-            tokens=engine.tokens_written,
-            defaults=schema.defaults_of(self.served.settings),
+            model=state.name,
+            models=[self._entry(one) for one in states],
+            machines=engine.backend.machines() if engine else [],
+            running=len(engine.running) if engine else 0,
+            waiting=len(engine.waiting) if engine else 0,
+            tokens=state.counts["written"] + (engine.tokens_written if engine else 0),
+            defaults=schema.defaults_of(settings),
         )
 
     async def health(self) -> schema.Health:
         """Whether the process answers."""
-        return schema.Health(model=self.served.name)
+        return schema.Health(model=self.models.states()[0].name)
 
     async def ready(self) -> Response:
-        """Whether the model works: a token was generated in the last ten seconds, or is now."""
-        is_ready = self.engine.clock() - self.engine.wrote_at <= _READY_S or await self._probed()
-        running, waiting = len(self.engine.running), len(self.engine.waiting)
+        """Whether a model works: a token was generated in the last ten seconds, or is now."""
+        engines = self._engines()
+        wrote_at = max((engine.wrote_at for engine in engines), default=float("-inf"))
+        is_ready = bool(engines) and (engines[0].clock() - wrote_at <= _READY_S or await self._probed())
+        running, waiting = sum(len(one.running) for one in engines), sum(len(one.waiting) for one in engines)
         body = schema.Readiness(status="ready" if is_ready else "not ready", running=running, waiting=waiting)
         return JSONResponse(body.model_dump(), 200 if is_ready else 503)
+
+    def _engines(self) -> list[BatchingEngine]:
+        """Those of all loaded models."""
+        return [state.loaded.engine for state in self.models.states() if state.loaded is not None and state.parent is None]
 
     async def _probed(self) -> bool:
         """One token goes through the model for all clients that ask at the same time: they need no key."""
@@ -128,14 +120,15 @@ class Api:
             loop.call_soon_threadsafe(done.set)
             return True
 
+        engine = self._engines()[0]
         try:
-            numbers = self.engine.submit(probe_job(on_event, self.engine.clock() + _READY_S))
+            numbers = engine.submit(probe_job(on_event, engine.clock() + _READY_S))
         except QueueFullError:
             return False
         try:
             await asyncio.wait_for(done.wait(), _READY_S)
         except TimeoutError:
-            self.engine.cancel(numbers)
+            engine.cancel(numbers)
             return False
         return is_answer(events[0])
 
@@ -149,9 +142,9 @@ class Api:
 
     async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
         """A vector of length 1 for each text, from the model's last hidden states."""
-        self._check_model(body.model)
-        texts = await asyncio.to_thread(input_ids, body, self.served, self.engine)
-        vectors = await _unless_disconnected(request, embed(body, texts, self.served, self.engine))
+        async with self.models.use(body.model) as (served, engine, _):
+            texts = await asyncio.to_thread(input_ids, body, served, engine)
+            vectors = await _unless_disconnected(request, embed(body, texts, served, engine))
         if vectors is None:
             return Response(status_code=499)
         self.answered[200] += 1
@@ -159,28 +152,30 @@ class Api:
         data = [schema.Embedding(index=i, embedding=one) for i, one in enumerate(coded)]
         count = sum(map(len, texts))
         usage = schema.EmbeddingUsage(prompt_tokens=count, total_tokens=count)
-        answer = schema.EmbeddingList(data=data, model=self.served.name, usage=usage)
+        answer = schema.EmbeddingList(data=data, model=served.name, usage=usage)
         return Response(answer.model_dump_json(), media_type="application/json")
 
     async def tokenize(self, body: TokenizeRequest) -> schema.Tokenized:
         """The token ids of a text as /v1/completions reads it, or of a conversation as /v1/chat/completions does."""
-        if body.model is not None:
-            self._check_model(body.model)
-        ids = await asyncio.to_thread(tokens_of, body, self.served)
-        return schema.Tokenized(tokens=ids, count=len(ids), max_model_len=self.engine.backend.longest)
+        async with self.models.use(self._named(body.model)) as (served, engine, _):
+            ids = await asyncio.to_thread(tokens_of, body, served)
+            return schema.Tokenized(tokens=ids, count=len(ids), max_model_len=engine.backend.longest)
 
     async def detokenize(self, body: DetokenizeRequest) -> schema.Detokenized:
         """The text of token ids."""
-        if body.model is not None:
-            self._check_model(body.model)
-        check_tokens(body.tokens, self.engine.backend.vocab_size, "tokens")
-        return schema.Detokenized(prompt=await asyncio.to_thread(self.served.tokenizer.decode, body.tokens))
+        async with self.models.use(self._named(body.model)) as (served, engine, _):
+            check_tokens(body.tokens, engine.backend.vocab_size, "tokens")
+            return schema.Detokenized(prompt=await asyncio.to_thread(served.tokenizer.decode, body.tokens))
+
+    def _named(self, model: str | None) -> str:
+        """The first model where a request names none."""
+        return self.models.states()[0].name if model is None else model
 
     async def _generate(self, body: GenerationRequest, request: Request) -> Response:
-        self._check_model(body.model)
-        prompts = await asyncio.to_thread(prompt_ids, body, self.served, self.engine.backend.vocab_size)
-        generation = Generation(self.engine, self.served, body, prompts)
-        writer = schema.ResponseWriter(generation, self.served.name, self.served.tokenizer, self.token_texts)
+        async with self.models.use(body.model) as (served, engine, token_texts):
+            prompts = await asyncio.to_thread(prompt_ids, body, served, engine.backend.vocab_size)
+            generation = Generation(engine, served, body, prompts)
+        writer = schema.ResponseWriter(generation, served.name, served.tokenizer, token_texts)
         if body.stream:
             response: Response = StreamingResponse(
                 _stream(generation, writer), media_type="text/event-stream", headers={"cache-control": "no-store"}
@@ -233,12 +228,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def make_app(served: ServedModel, engine: BatchingEngine) -> FastAPI:
+def make_app(models: ModelPool) -> FastAPI:
     """All routes. `/docs` is a page of our own, made from `/openapi.json`: FastAPI's pages load scripts from other servers."""
-    api = Api(served, engine)
-    description = "A language model that Shoal serves, in OpenAI's form."
+    api = Api(models)
+    description = "Language models that Shoal serves, in OpenAI's form."
     app = FastAPI(title="Shoal", version=__version__, description=description, docs_url=None, redoc_url=None)
-    _add_routes(app, api, needs_key=served.settings.api_key is not None)
+    _add_routes(app, api, needs_key=models.settings.api_key is not None)
     _add_error_handlers(app, api)
     document = describe(app, schema.ChatCompletionChunk)
     app.openapi = lambda: document  # type: ignore[method-assign]
@@ -264,9 +259,9 @@ def _add_routes(app: FastAPI, api: Api, needs_key: bool) -> None:
     post("/v1/embeddings", api.embed, response_class=Response, responses={200: {"model": schema.EmbeddingList}, **errors, **busy})
     post("/tokenize", api.tokenize, responses=errors)
     post("/detokenize", api.detokenize, responses=errors)
-    app.get("/v1/models", **secured)(api.models)
+    app.get("/v1/models", **secured)(api.list_models)
     app.get("/v1/models/{model:path}", responses=error_responses(404), **secured)(api.model)
-    app.get("/v1/status", **secured)(api.status)
+    app.get("/v1/status", responses=error_responses(404), **secured)(api.status)
     app.get("/health")(api.health)
     app.get("/ready", responses={200: {"model": schema.Readiness}, 503: {"model": schema.Readiness}})(api.ready)
     app.get("/metrics", response_class=PlainTextResponse, **secured)(api.metrics)

@@ -191,6 +191,7 @@ class Generation:
             request.logprob_count,
             self.engine.clock() + settings.request_timeout_s,
             self._collector(ids),
+            self.served.adapter,
         )
 
     def _collector(self, ids: list[int]) -> PromptLogprobs | None:

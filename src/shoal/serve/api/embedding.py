@@ -63,11 +63,12 @@ async def embed(request: EmbeddingRequest, texts: Sequence[list[int]], served: S
     found: list[list[float]] = []
     deadline = engine.clock() + served.settings.request_timeout_s
     for first in range(0, len(texts), engine.most_running):
-        found += await _embed_some(request.pooling, texts[first : first + engine.most_running], engine, deadline)
+        some = texts[first : first + engine.most_running]
+        found += await _embed_some(request.pooling, some, served.adapter, engine, deadline)
     return found
 
 
-async def _embed_some(pooling: str, texts: Sequence[list[int]], engine: BatchingEngine, deadline: float) -> list[list[float]]:
+async def _embed_some(pooling: str, texts: Sequence[list[int]], adapter: str, engine: BatchingEngine, deadline: float) -> list[list[float]]:
     ended: asyncio.Queue[EndReason] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -78,7 +79,7 @@ async def _embed_some(pooling: str, texts: Sequence[list[int]], engine: Batching
 
     collectors = [HiddenStateMean(pooling) for _ in texts]
     jobs = [
-        GenerationJob(ids, 0, TokenDraws(0, ids), on_event, Warp(0.0), deadline=deadline, collector=collector)
+        GenerationJob(ids, 0, TokenDraws(0, ids), on_event, Warp(0.0), deadline=deadline, collector=collector, adapter=adapter)
         for ids, collector in zip(texts, collectors, strict=True)
     ]
     numbers = submit(engine, jobs)

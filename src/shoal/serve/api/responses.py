@@ -119,6 +119,10 @@ class ModelEntry(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["shoal"] = "shoal"
+    parent: str | None = None
+    """The model that this adapter changes."""
+    loaded: bool
+    """Whether it is in memory; the first request that names it loads it."""
 
 
 class ModelList(BaseModel):
@@ -181,6 +185,8 @@ def defaults_of(settings: Serving) -> Defaults:
 
 class Status(BaseModel):
     model: str
+    models: list[ModelEntry]
+    """All models and adapters."""
     machines: list[MachineEntry]
     running: int
     waiting: int

@@ -1,0 +1,285 @@
+"""All models that a server offers. Each is loaded when the first request names it, and leaves when another needs its memory.
+
+Holds: a model with requests is never unloaded; requests for a model that is being loaded wait for one load, and for no other model; a load
+that fails tells its reason to those who wait for it, and the next request tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import torch
+
+from shoal.data import TokenTexts
+from shoal.errors import ShoalError
+from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.load_model import ServedModel
+from shoal.serve.loaded_model import LoadedModel
+from shoal.web.auth import RefusedError
+
+_LOOK_AGAIN_S = 0.05
+"""Interval for checking whether the requests of a model that leaves have ended."""
+_NAMES_SHOWN = 20
+
+
+class ModelSource(NamedTuple):
+    """A model that can be loaded."""
+
+    name: str
+    load: Callable[[], ServedModel]
+    """Raises ShoalError."""
+    needed: int = 0
+    """Bytes of memory that it will take, as far as that is known before it is loaded."""
+    adapters: tuple[str, ...] = ()
+    """The names of its adapters; requests name `name+adapter`."""
+
+
+class ModelInUse(NamedTuple):
+    """A loaded model, under the name that a request gave."""
+
+    served: ServedModel
+    engine: BatchingEngine
+    token_texts: TokenTexts
+
+
+class ModelState(NamedTuple):
+    """What is known of a model without loading it."""
+
+    name: str
+    parent: str | None
+    """The model that an adapter changes."""
+    loaded: LoadedModel | None
+    nbytes: int
+    counts: Counter[str]
+    """Tokens that its earlier engines have read, reused and written."""
+
+
+class _Load:
+    """A load that was begun, and how many requests wait for it."""
+
+    def __init__(self) -> None:
+        self.result: Future[LoadedModel | Exception] = Future()
+        """The model, or why it could not be loaded."""
+        self.waiting = 0
+
+
+class _PoolEntry:
+    """A model of the pool."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self.loaded: LoadedModel | None = None
+        self.load: _Load | None = None
+        self.leaving = False
+        """Whether it is unloaded as soon as its requests have ended; further requests wait for the next load."""
+        self.users = 0
+        """Requests that are about to be given to the engine."""
+        self.used_at = 0.0
+        self.nbytes = source.needed
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def is_idle(self) -> bool:
+        if self.loaded is None:
+            return not self.users
+        with self.loaded.engine.arrived:
+            return not (self.users or self.loaded.engine.busy)
+
+
+class ModelPool:
+    """Models by name. The first is loaded from the start."""
+
+    def __init__(
+        self,
+        first: LoadedModel,
+        sources: Sequence[ModelSource],
+        warn: Callable[[str], None],
+        tell: Callable[[str], None] = lambda text: None,
+        limit: float = float("inf"),
+    ) -> None:
+        """`sources`: all models, of which `first` is the first; `tell` gets what the user may want to know; `limit`: bytes that all models
+        may take together."""
+        self._entries = {source.name: _PoolEntry(source) for source in sources}
+        self._names = {source.name: (source.name, "") for source in sources}
+        self._names |= {f"{source.name}+{adapter}": (source.name, adapter) for source in sources for adapter in source.adapters}
+        self._warn, self._tell, self._limit = warn, tell, limit
+        self._changed = threading.Condition()
+        self._orders: queue.SimpleQueue[_PoolEntry | None] = queue.SimpleQueue()
+        self._loader = threading.Thread(target=self._load_all, name="shoal-loader", daemon=True)
+        self._is_open = True
+        self.settings = first.served.settings
+        """Those of the server: of the first model."""
+        self._first = self._entries[sources[0].name]
+        self._first.loaded, self._first.nbytes = first, first.nbytes
+
+    @classmethod
+    def of_one(cls, served: ServedModel, warn: Callable[[str], None], stages: Backend | None = None) -> ModelPool:
+        """The pool of one model that is loaded already, and stays. `stages`: where its layers are; null: all of them here."""
+        adapters = tuple(served.adapters.names) if served.adapters is not None else ()
+        return cls(LoadedModel(served, warn, stages), [ModelSource(served.name, lambda: served, 0, adapters)], warn)
+
+    @property
+    def first(self) -> LoadedModel:
+        """The first model, which is loaded until another needs its memory."""
+        assert self._first.loaded is not None
+        return self._first.loaded
+
+    def start(self) -> None:
+        self.first.start()
+        self._loader.start()
+
+    def close(self) -> None:
+        """End all requests, and loads that have not begun."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+        self._orders.put(None)
+        if self._loader.is_alive():
+            self._loader.join()
+        for entry in self._entries.values():
+            if entry.loaded is not None:
+                entry.loaded.stop()
+
+    def states(self) -> list[ModelState]:
+        """All models and adapters, by the names that requests may give."""
+        with self._changed:
+            return [
+                ModelState(name, base if adapter else None, entry.loaded, entry.nbytes, entry.counts)
+                for name, (base, adapter) in self._names.items()
+                for entry in [self._entries[base]]
+            ]
+
+    def state(self, name: str) -> ModelState:
+        """Raises RefusedError where there is no such model."""
+        self._entry(name)
+        return next(state for state in self.states() if state.name == name)
+
+    def _entry(self, name: str) -> tuple[_PoolEntry, str]:
+        """The model and the adapter of a name. Raises RefusedError."""
+        if name not in self._names:
+            shown = [repr(one) for one in list(self._names)[:_NAMES_SHOWN]]
+            more = f" and {len(self._names) - len(shown)} more (GET /v1/models)" if len(shown) < len(self._names) else ""
+            there = f"this is {shown[0]}" if len(self._names) == 1 else f"there are {', '.join(shown)}{more}"
+            raise RefusedError(404, f"there is no model {name[:100]!r} here; {there}", param="model", code="model_not_found")
+        base, adapter = self._names[name]
+        return self._entries[base], adapter
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[ModelInUse]:
+        """Context: the model of this name, which stays at least until its engine has the request. It is loaded where it is not. Raises
+        RefusedError."""
+        entry, adapter = self._entry(name)
+        loaded = await self._taken(entry)
+        try:
+            served = loaded.served._replace(name=name, adapter=adapter) if adapter else loaded.served
+            yield ModelInUse(served, loaded.engine, loaded.token_texts)
+        finally:
+            with self._changed:
+                entry.users -= 1
+                entry.used_at = time.monotonic()
+                self._changed.notify_all()
+
+    async def _taken(self, entry: _PoolEntry) -> LoadedModel:
+        """The loaded model, with one more user."""
+        with self._changed:
+            if entry.loaded is not None and not entry.leaving:
+                entry.users += 1
+                return entry.loaded
+            load = self._joined_load(entry)
+        try:
+            found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(load.result)), self.settings.request_timeout_s)
+        except BaseException as problem:
+            with self._changed:
+                load.waiting -= 1
+                if load.result.done() and isinstance(load.result.result(), LoadedModel):
+                    entry.users -= 1
+            if not isinstance(problem, TimeoutError):
+                raise
+            message = f"the model {entry.source.name!r} was not loaded within serving.request_timeout_s"
+            raise RefusedError(504, message, kind="server_error", code="timeout") from None
+        if isinstance(found, LoadedModel):
+            return found
+        message = f"the model {entry.source.name!r} cannot be loaded: {found}"
+        raise RefusedError(503, message, kind="server_error", code="model_not_loaded")
+
+    def _joined_load(self, entry: _PoolEntry) -> _Load:
+        """The load that is under way or begins now, with one more request that waits for it. Raises RefusedError."""
+        if entry.load is None:
+            entry.load = _Load()
+            self._orders.put(entry)
+        if entry.load.waiting >= self.settings.max_waiting:
+            message = f"too many requests wait for the model {entry.source.name!r} already; try again soon"
+            raise RefusedError(429, message, kind="rate_limit_error", code="queue_full")
+        entry.load.waiting += 1
+        return entry.load
+
+    def _load_all(self) -> None:
+        """Carry out loads one after the other, in the order of the requests."""
+        while (entry := self._orders.get()) is not None and self._is_open:
+            self._carry_out(entry)
+            self._make_room(entry, 0, may_wait=False)
+
+    def _carry_out(self, entry: _PoolEntry) -> None:
+        load = entry.load
+        assert load is not None
+        found: LoadedModel | Exception
+        try:
+            found = self._loaded(entry, load)
+        except Exception as problem:
+            self._warn(f"{entry.source.name} cannot be loaded: {problem}")
+            found = problem
+        with self._changed:
+            entry.load = None
+            if isinstance(found, LoadedModel):
+                entry.loaded, entry.nbytes, entry.used_at = found, found.nbytes, time.monotonic()
+                entry.users += load.waiting
+            load.result.set_result(found)
+
+    def _loaded(self, entry: _PoolEntry, load: _Load) -> LoadedModel:
+        if load.waiting == 0:
+            raise ShoalError("no request waits for it any more")
+        self._make_room(entry, entry.nbytes, may_wait=True)
+        start = time.monotonic()
+        made = LoadedModel(entry.source.load(), self._warn)
+        made.start()
+        self._tell(f"{entry.source.name} is loaded, in {time.monotonic() - start:.1f} s")
+        return made
+
+    def _make_room(self, entry: _PoolEntry, needed: int, may_wait: bool) -> None:
+        """Unload other models, the least recently used first, until `needed` bytes are free. `may_wait`: where all have requests, wait
+        until those of one have ended; else models with requests stay."""
+        while True:
+            with self._changed:
+                here = [one for one in self._entries.values() if one.loaded is not None]
+                candidates = [one for one in here if one is not entry and (may_wait or one.is_idle)]
+                if sum(one.nbytes for one in here) + needed <= self._limit or not candidates:
+                    return
+                leaving = min(candidates, key=lambda one: (not one.is_idle, one.used_at))
+                leaving.leaving = True
+            self._unload(leaving)
+
+    def _unload(self, entry: _PoolEntry) -> None:
+        """Wait until the requests of a model that leaves have ended, and free its memory."""
+        with self._changed:
+            while not entry.is_idle and self._is_open:
+                self._changed.wait(_LOOK_AGAIN_S)
+            loaded, entry.loaded, entry.leaving = entry.loaded, None, False
+        if loaded is None:
+            return
+        engine = loaded.engine
+        loaded.stop()
+        entry.counts.update(read=engine.tokens_read, reused=engine.tokens_reused, written=engine.tokens_written)
+        del loaded, engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._tell(f"{entry.source.name} is unloaded")
