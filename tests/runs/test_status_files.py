@@ -194,8 +194,10 @@ def test_a_history_stays_within_its_bounds_and_covers_the_whole_run(tmp_path: Pa
     history = History(tmp_path, most_bytes=2000)
     members = [{"worker": "ann", "state": "computing", "computing_s": 1.234567}]
     for second in range(0, 4000, 2):
-        history.append({"wall_s": float(second), "at": float(second), "version": second, "members": members}, float(second))
+        counts = {"contributions": {"accepted": second}, "members_left_out": 1}
+        history.append({"wall_s": float(second), "at": float(second), "version": second, "members": members, **counts}, float(second))
     moments = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert all((one["contributions"], one["members_left_out"]) == ({"accepted": one["version"]}, 1) for one in moments)
     assert (tmp_path / "history.jsonl").stat().st_size <= 2000
     assert moments[0]["wall_s"] < 100
     assert moments[-1]["wall_s"] > 3500

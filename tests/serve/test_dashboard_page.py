@@ -59,7 +59,12 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
         *(worker(f"w{number:03}") for number in range(workers - 2)),
     ]
     moments = [
-        {"wall_s": float(at), "version": at, "workers": {"ann": ["computing", at / 2, at / 4, at / 9, at, 0, 0, at, 1]}}
+        {
+            "wall_s": float(at),
+            "version": at,
+            "contributions": {"accepted": 2 * at, "stale": at // 10},
+            "workers": {"ann": ["computing", at / 2, at / 4, at / 9, at, 0, 0, at, 1]},
+        }
         for at in range(0, 60, 2)
     ]
     (path / "history.jsonl").write_text("".join(json.dumps(one) + "\n" for one in moments))
@@ -112,9 +117,11 @@ def opened(browser: Any, home: str, where: str = "", refusals: int = 0) -> Itera
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("request", lambda request: None if request.url.startswith(home) else faults.append(request.url))
     page.goto(home + where)
-    yield page
-    assert page.evaluate("window.hacked") is None
-    context.close()
+    try:
+        yield page
+        assert page.evaluate("window.hacked") is None
+    finally:
+        context.close()
     assert not faults
     assert bool(refused) == bool(refusals)
 
@@ -158,6 +165,92 @@ def test_an_engineer_sees_every_card_and_sorts_the_workers_by_keyboard(browser: 
         sync_api.expect(settings.locator("tbody tr")).to_have_count(1)
         page.get_by_label("Which figure").select_option("accuracy")
         sync_api.expect(page.get_by_role("img", name="accuracy")).to_be_visible()
+
+
+def test_a_chart_says_what_it_leaves_out_and_the_rest_stays_readable(browser: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        for step, loss in enumerate([1e308, None, -1e308, 0.05], 61):
+            file.write(json.dumps({"step": step, "split": "train", "loss": loss, "wall_s": float(step)}) + "\n")
+    with shown(folder) as (address, _), opened(browser, address, "#view=engineer") as page:
+        card = page.get_by_role("region", name="Figures")
+        notes = card.locator(".outliers")
+        for part in ("1 value above the chart, up to 1.00e+308", "1 value below the chart, down to -1.00e+308", "1 value not finite"):
+            sync_api.expect(notes).to_contain_text(part)
+        sync_api.expect(card.locator("path.outlier")).to_have_count(3)
+        texts = [float(text) for text in card.locator("svg text[text-anchor=end]").all_text_contents()]
+        assert (min(texts) >= 0, max(texts) <= 2.1, len(texts) >= 3) == (True, True, True)
+        card.get_by_role("button", name="log").click()
+        sync_api.expect(notes).to_contain_text("1 value at or below 0, which a logarithmic axis cannot show")
+
+
+def test_axis_and_smoothing_are_remembered_and_a_part_is_chosen_by_mouse_and_keys(browser: Any, home: str) -> None:
+    with opened(browser, home, "#view=engineer") as page:
+        card = page.get_by_role("region", name="Figures")
+        plot, whole = card.locator(".plot"), card.get_by_role("button", name="whole")
+        card.get_by_role("button", name="log").click()
+        card.get_by_role("slider").fill("0.9")
+        sync_api.expect(card.locator("path.pale")).to_have_count(2)
+        page.reload()
+        sync_api.expect(card.get_by_role("button", name="log")).to_have_attribute("aria-pressed", "true")
+        sync_api.expect(card.locator("path.pale")).to_have_count(2)
+        sync_api.expect(whole).to_be_hidden()
+        steps = card.locator("svg text[text-anchor=middle]")
+        sync_api.expect(steps.first).to_have_text("10")
+        box = plot.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 55, steps=3)
+        sync_api.expect(card.locator(".selection")).to_be_visible()
+        page.mouse.up()
+        sync_api.expect(card.locator(".selection")).to_have_count(0)
+        sync_api.expect(steps.first).to_have_text("30")
+        plot.dblclick()
+        sync_api.expect(steps.first).to_have_text("10")
+        plot.focus()
+        page.keyboard.press("+")
+        sync_api.expect(steps.first).to_have_text("20")
+        page.keyboard.press("ArrowLeft")
+        sync_api.expect(steps.first).to_have_text("10")
+        sync_api.expect(steps.nth(1)).to_have_text("15")
+        sync_api.expect(page.locator("#when")).to_have_text("now")
+        whole.click()
+        sync_api.expect(steps.first).to_have_text("10")
+
+
+def test_counts_are_those_of_the_time_that_is_shown(browser: Any, home: str) -> None:
+    with opened(browser, home, "#view=engineer") as page:
+        workers, rule = page.get_by_role("region", name="Workers"), page.get_by_role("region", name="Left out by the rule")
+        sync_api.expect(workers).to_contain_text("contributions: 120 accepted")
+        sync_api.expect(rule).to_be_visible()
+        seek = "at => { document.getElementById('time').value = at; document.getElementById('time').dispatchEvent(new Event('input')) }"
+        page.evaluate(seek, 500)
+        sync_api.expect(workers).to_contain_text("contributions: 60 accepted, 3 stale")
+        sync_api.expect(workers.locator("tbody tr")).to_have_count(1)
+        page.evaluate(seek, 0)
+        sync_api.expect(workers).to_contain_text("contributions: 0 accepted, 0 stale")
+        sync_api.expect(rule).to_be_hidden()
+
+
+NUMBERS = """async () => {
+  const { ticks, logTicks } = await import("./svg.js"), { limits, smoothed, level } = await import("./chart_data.js");
+  const points = [0, 1, 2, 3, 4].map((x) => [x, 0]);
+  return [
+    ticks(1e16, 1e16 + 2).length < 9,
+    logTicks(-2, 2, 4),
+    logTicks(0, 0.5, 4),
+    smoothed(points, [4, 2, 1e9, NaN, 2], 0.5, 1, [0, 9]).map((value) => value === value && Number(value.toFixed(3))),
+    limits([5, 5, 5], false)[1] >= 5,
+    limits([0, 0, 0, 0, 1], false)[1] > 1,
+    level(-1, true) !== level(-1, true),
+  ];
+}"""
+
+
+def test_ticks_limits_and_moving_averages_of_charts(browser: Any, home: str) -> None:
+    with opened(browser, home, "#view=engineer") as page:
+        found = page.evaluate(NUMBERS)
+    assert found == [True, [0.01, 0.1, 1, 10, 100], [1, 2, 3], [4, 2.667, 2.667, False, 2.065], True, True, True]
 
 
 ROWS = """async () => {

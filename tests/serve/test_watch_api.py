@@ -195,6 +195,17 @@ def test_a_growing_ledger_is_checked_line_by_line(tmp_path: Path) -> None:
     assert "cannot be read" in problems
 
 
+def test_a_viewer_who_goes_back_gets_a_bounded_number_of_earlier_ledgers() -> None:
+    digest = LedgerDigest()
+    for version in range(1, 1001):
+        line = {"version": version, "from": [["ann", version, version - 1, 1.0, 8, 0, 0, 1, 1], ["bo", version, 0, 1.0, 8, 0, 0, 1, 1]]}
+        digest.add(json.dumps(line | {"dropped": ["bo"]}).encode())
+    assert digest.summary()["contributions"] == 2000
+    versions = [one["version"] for one in digest.earlier]
+    assert (len(versions), versions[0], versions[-1]) == (125, 8, 1000)
+    assert all((one["contributions"], one["dropped"]) == (2 * one["version"], {"bo": one["version"]}) for one in digest.earlier)
+
+
 def test_a_line_that_was_cut_off_is_one_problem(tmp_path: Path) -> None:
     ledger = FileLedger(tmp_path)
     for version in (1, 2):

@@ -13,6 +13,8 @@ _MOST_KEYS = 500_000
 _LONGEST_LAG = 20
 _MOST_WORKERS, _RECENT = 1000, 200
 _PROBLEMS = 8
+_MOST_EARLIER, _MOST_DROPPED = 200, 30
+"""Earlier summaries that are kept, and the workers in each of which the rule left out the most contributions."""
 
 
 class LedgerDigest:
@@ -26,6 +28,10 @@ class LedgerDigest:
         self.dropped: Counter[str] = Counter()
         self.recently_dropped: deque[tuple[int, list[str]]] = deque(maxlen=_RECENT)
         self.problems: list[str] = []
+        self.earlier: list[dict[str, Any]] = []
+        """Earlier summaries, for a viewer who goes back in time. Where there are too many, every second one is left out, and
+        `generation` changes."""
+        self.generation, self._every = 0, 1
         self._keys: set[tuple[str, int]] = set()
         self._before = ""
 
@@ -39,6 +45,14 @@ class LedgerDigest:
                 self._count(found)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             self._add_problem("cannot be read")
+        if self.lines % self._every == 0:
+            self._remember()
+
+    def _remember(self) -> None:
+        self.earlier.append(self._counts(dict(self.dropped.most_common(_MOST_DROPPED))))
+        if len(self.earlier) > _MOST_EARLIER:
+            self.earlier, self._every = self.earlier[1::2], 2 * self._every
+            self.generation += 1
 
     def _check(self, line: bytes) -> None:
         found = next(lines_of(line + b"\n", self._before))
@@ -76,16 +90,18 @@ class LedgerDigest:
             self.problems.append(f"line {self.lines} {what}")
 
     def summary(self) -> dict[str, Any]:
+        more = {"by_worker": dict(self.by_worker), "samples_of": dict(self.samples_of)}
+        recent = [list(one) for one in self.recently_dropped][-50:]
+        return {**self._counts(dict(self.dropped)), **more, "recently_dropped": recent}
+
+    def _counts(self, dropped: dict[str, int]) -> dict[str, Any]:
         return {
             "lines": self.lines,
             "version": self.version,
             "contributions": self.contributions,
             "samples": self.samples,
             "lags": [self.lags[lag] for lag in range(_LONGEST_LAG + 1)] if self.lags else [],
-            "by_worker": dict(self.by_worker),
-            "samples_of": dict(self.samples_of),
-            "dropped": dict(self.dropped),
-            "recently_dropped": [list(one) for one in self.recently_dropped][-50:],
+            "dropped": dropped,
             "problems": list(self.problems),
             "checked_all": len(self._keys) < _MOST_KEYS,
         }

@@ -45,7 +45,7 @@ class Series:
 class StreamPosition(NamedTuple):
     """How far a reader has come in each series, by its name."""
 
-    generation: int = -1
+    generation: tuple[int, ...] = ()
     counts: Mapping[str, int] = {}
 
 
@@ -78,16 +78,17 @@ class WatchedRun:
     def since(self, position: StreamPosition) -> tuple[dict[str, Any], StreamPosition]:
         """What was added after a reader's position, and the new position. Where lines were left out meanwhile, everything is sent again."""
         with self._lock:
-            generation = sum(series.generation for series in self.series.values())
+            generation = (self._ledger.began, self.digest.generation, *(series.generation for series in self.series.values()))
+            growing = {"ledger_before": self.digest.earlier} | {name: series.lines for name, series in self.series.items()}
             again = position.generation != generation
             known = {} if again else position.counts
             added = {
                 "reset": again,
                 "name": self.folder.name,
                 "status": self.status,
-                **{name: series.lines[known.get(name, 0) :] for name, series in self.series.items()},
+                **{name: lines[known.get(name, 0) :] for name, lines in growing.items()},
                 "ledger": self.digest.summary(),
                 "samples": [one._asdict() for one in self.folder.samples()][-500:],
                 "checkpoints": [one._asdict() for one in self.folder.checkpoints()],
             }
-            return added, StreamPosition(generation, {name: len(series.lines) for name, series in self.series.items()})
+            return added, StreamPosition(generation, {name: len(lines) for name, lines in growing.items()})

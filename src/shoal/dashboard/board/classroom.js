@@ -1,6 +1,7 @@
 // One screen in large type: what the model makes, how well it does, and who helps.
 
-import { code, curves } from "./charts.js";
+import { code } from "./charts.js";
+import { curves } from "./curves.js";
 import { clock, duration, fill, make, number, percent, spread } from "./words.js";
 
 const find = (id) => document.getElementById(id);

@@ -1,7 +1,9 @@
 // All data of a run's folder, as cards. A card without data is hidden.
 
-import { bars, curves, far, shades, timeline } from "./charts.js";
+import { bars, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
+import { curves } from "./curves.js";
+import { far } from "./svg.js";
 import { bytes, clock, counted, duration, fill, fillRows, followScrolling, make, number, percent, spread } from "./words.js";
 
 const COLUMNS = [
@@ -98,7 +100,7 @@ export class Engineer {
       { name: several ? `${view.run.title} eval` : "eval", points: view.points(view.evals, this.figure, this.by), place: several ? place : 1, dashed: several },
     ]);
     const marks = several || this.by !== "step" ? [] : views[0].checkpoints.map((one) => one.step);
-    curves(card.body, { series, xName: this.by === "step" ? "step" : "seconds", height: 300, label: this.figure, marks });
+    drawCurves(card, { series, xName: this.by === "step" ? "step" : "seconds", height: 300, label: this.figure, marks });
   }
 
   prepareLoss(card) {
@@ -132,7 +134,7 @@ export class Engineer {
     const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));
     const [key, sign] = this.sort;
     rows.sort((one, other) => sign * compare(one[key], other[key]));
-    const left = rows.length - MOST_SHOWN + (status.members_left_out ?? 0);
+    const left = rows.length - MOST_SHOWN + (view.counts.members_left_out ?? 0);
     const acts = this.owner.allowed && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
     const cellsOf = (row) => {
       const cells = shown.map(([name, , text]) => [text ? text(row[name]) : String(row[name] ?? "–"), name === "why" ? "bad" : ""]);
@@ -143,7 +145,7 @@ export class Engineer {
     if (!card.table) this.prepareWorkers(card);
     this.showHeadings(card, shown, acts);
     fillRows(card.rows, body, shown.length + (acts ? 1 : 0));
-    const counts = counted(status.contributions);
+    const counts = counted(view.counts.contributions);
     card.foot.textContent = [rows.length ? "" : "no worker has joined yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
   }
 
@@ -205,22 +207,22 @@ export class Engineer {
     if (["speed", "tokens", "utilisation", "phases", "rounds", "bytes", "lag"].every((name) => this.rests(name))) return;
     const speed = view.points(view.train, "samples_per_s", "wall_s"), xName = "seconds";
     const tokens = view.points(view.train, "tokens_per_s", "wall_s"), used = view.points(view.train, "mfu", "wall_s");
-    curves(this.card("tokens", "Tokens a second", tokens.length > 1).body, { series: [{ name: "tokens/s", points: tokens, place: 0 }], xName, fromZero: true, label: "Tokens a second" });
-    curves(this.card("utilisation", "Model FLOP utilisation", used.length > 1).body, { series: [{ name: "share of the peak", points: used, place: 0 }], xName, fromZero: true, label: "Model FLOP utilisation" });
+    drawCurves(this.card("tokens", "Tokens a second", tokens.length > 1), { series: [{ name: "tokens/s", points: tokens, place: 0 }], xName, fromZero: true, label: "Tokens a second" });
+    drawCurves(this.card("utilisation", "Model FLOP utilisation", used.length > 1), { series: [{ name: "share of the peak", points: used, place: 0 }], xName, fromZero: true, label: "Model FLOP utilisation" });
     const phases = view.names.filter((name) => name.startsWith("seconds/")).map((name, place) => ({ name: name.slice(8).replace("_", " + "), points: view.points(view.train, name, "wall_s"), place }));
-    curves(this.card("phases", "Seconds of a step, by phase", phases.some((one) => one.points.length > 1)).body, { series: phases, xName, fromZero: true, label: "Seconds of a step, by phase" });
+    drawCurves(this.card("phases", "Seconds of a step, by phase", phases.some((one) => one.points.length > 1)), { series: phases, xName, fromZero: true, label: "Seconds of a step, by phase" });
     const rounds = rates(view.train, (one, other) => (other.wall_s - one.wall_s) / (other.step - one.step || 1));
-    curves(this.card("speed", "Samples a second", speed.length > 1).body, { series: [{ name: "samples/s", points: speed, place: 0 }], xName, fromZero: true, label: "Samples a second" });
-    curves(this.card("rounds", "Seconds for a version", rounds.length > 1).body, { series: [{ name: "seconds", points: rounds, place: 0 }], xName, fromZero: true, label: "Seconds for a version" });
+    drawCurves(this.card("speed", "Samples a second", speed.length > 1), { series: [{ name: "samples/s", points: speed, place: 0 }], xName, fromZero: true, label: "Samples a second" });
+    drawCurves(this.card("rounds", "Seconds for a version", rounds.length > 1), { series: [{ name: "seconds", points: rounds, place: 0 }], xName, fromZero: true, label: "Seconds for a version" });
     const each = (name) => rates(view.train, (one, other) => Math.max(0, other[name] - one[name]) / (other.wall_s - one.wall_s || 1));
     const flows = ["received_bytes", "sent_bytes"].map((name, place) => ({ name: name.replace("_bytes", ""), points: view.train.some((one) => one[name]) ? each(name) : [], place }));
-    curves(this.card("bytes", "Bytes a second", flows.some((one) => one.points.length > 1)).body, { series: flows, xName, fromZero: true, label: "Bytes a second", y: bytes });
-    const lags = view.run.ledger?.lags ?? [], end = lags.findLastIndex((count) => count > 0);
+    drawCurves(this.card("bytes", "Bytes a second", flows.some((one) => one.points.length > 1)), { series: flows, xName, fromZero: true, label: "Bytes a second", y: bytes });
+    const lags = view.ledger?.lags ?? [], end = lags.findLastIndex((count) => count > 0);
     bars(this.card("lag", "Lag of contributions, in versions", end >= 0).body, { bars: lags.slice(0, end + 1).map((count, lag) => [lag === 20 ? "20+" : String(lag), count]), label: "Lag", xName: "versions" });
   }
 
   showRule(view) {
-    const dropped = Object.entries(view.run.ledger?.dropped ?? {}).sort((one, other) => other[1] - one[1]);
+    const dropped = Object.entries(view.ledger?.dropped ?? {}).sort((one, other) => other[1] - one[1]);
     const card = this.card("rule", "Left out by the rule", dropped.length > 0);
     bars(card.body, { bars: dropped.slice(0, 30), lying: true, label: "Contributions that the rule left out, by worker" });
   }
@@ -229,7 +231,7 @@ export class Engineer {
     if (this.rests("norms")) return;
     const names = view.names.filter((name) => NORMS.test(name)).slice(0, MOST_CURVES);
     const series = names.map((name, place) => ({ name, points: view.points(view.train, name, "step"), place }));
-    curves(this.card("norms", "Gradient norms and skipped steps", names.length > 0).body, { series, xName: "step", label: "Gradient norms" });
+    drawCurves(this.card("norms", "Gradient norms and skipped steps", names.length > 0), { series, xName: "step", label: "Gradient norms" });
   }
 
   showExperts(view) {
@@ -243,14 +245,14 @@ export class Engineer {
     if (whole.length) shades(card.body, { rows: whole, rowName: "layer", columnName: "expert", label: "Load of each expert of each layer" });
     const excess = view.names.filter((name) => /^layers\/\d+\/load_excess$/.test(name)).slice(0, MOST_CURVES);
     const series = excess.map((name, place) => ({ name: `layer ${name.split("/")[1]}`, points: view.points(view.train, name, "step"), place }));
-    curves(this.card("excess", "Load of the fullest expert over the mean", excess.length > 0).body, { series, xName: "step", fromZero: true, label: "Excess load" });
+    drawCurves(this.card("excess", "Load of the fullest expert over the mean", excess.length > 0), { series, xName: "step", fromZero: true, label: "Excess load" });
   }
 
   showRollouts(view) {
     const names = view.names.includes("kl") ? view.names.filter((name) => ROLLOUTS.test(name)) : [];
     for (const name of names.slice(0, 12)) {
       const series = [{ name, points: view.points(view.train, name, "step"), place: 0 }, { name: "eval", points: view.points(view.evals, name, "step"), place: 1 }];
-      curves(this.card(`rollouts ${name}`, name.replaceAll("_", " ")).body, { series, xName: "step", height: 160, label: name });
+      drawCurves(this.card(`rollouts ${name}`, name.replaceAll("_", " ")), { series, xName: "step", height: 160, label: name });
     }
   }
 
@@ -259,11 +261,11 @@ export class Engineer {
     const card = this.card("privacy", "Privacy spent", points.length > 0);
     const most = privacy?.protects_up_to;
     const limit = points.length && most ? [{ name: `up to ${most} protects`, points: [[points[0][0], most], [points.at(-1)[0], most]], place: 1, dashed: true }] : [];
-    curves(card.body, { series: [{ name: "ε spent", points, place: 0 }, ...limit], xName: "step", fromZero: true, label: "ε" });
+    drawCurves(card, { series: [{ name: "ε spent", points, place: 0 }, ...limit], xName: "step", fromZero: true, label: "ε" });
   }
 
   showAudit(view) {
-    const ledger = view.run.ledger, card = this.card("audit", "Audit while it runs", Boolean(ledger?.lines));
+    const ledger = view.ledger, card = this.card("audit", "Audit while it runs", Boolean(ledger?.lines));
     if (!ledger?.lines) return;
     const sound = ledger.problems.length ? ledger.problems.join("; ") : "nothing was lost, and nothing counted twice";
     const rows = [["ledger", sound], ["versions", number(ledger.version)], ["contributions", number(ledger.contributions)], ["samples", number(ledger.samples)],
@@ -305,6 +307,11 @@ export class Engineer {
     card.body.replaceChildren(make("div", "scroll", make("table", "", head, table)));
     draw();
   }
+}
+
+/** Curves of a card, with tools in its title row. */
+function drawCurves(card, given) {
+  curves(card.body, { ...given, tools: card.tools });
 }
 
 function option(name) {

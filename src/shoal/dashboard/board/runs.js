@@ -14,16 +14,18 @@ export class Run {
     this.samples = [];
     this.checkpoints = [];
     this.ledger = null;
+    this.earlierLedgers = [];
     this.workers = [];
     this.known = new Map();
   }
 
   /** Apply a message of the stream. */
   receive(message) {
-    const known = message.reset ? [[], [], []] : [this.records, this.moments, this.events];
+    const known = message.reset ? [[], [], [], []] : [this.records, this.moments, this.events, this.earlierLedgers];
     this.records = known[0].concat(message.records);
     this.moments = known[1].concat(message.moments);
     this.events = known[2].concat(message.events);
+    this.earlierLedgers = known[3].concat(message.ledger_before);
     for (const name of ["name", "status", "ledger", "samples", "checkpoints"]) this[name] = message[name];
     this.addWorkers(message.reset ? [] : this.workers, message.moments);
     this.known = new Map([...(this.status?.gone ?? []), ...(this.status?.members ?? [])].map((row) => [row.worker, pick(row, LASTING)]));
@@ -80,6 +82,16 @@ export class View {
     return Math.max(this.records.at(-1)?.step ?? 0, this.moments.at(-1)?.version ?? 0);
   }
 
+  /** The summary of the ledger up to then. */
+  get ledger() {
+    return this.time === null ? this.run.ledger : (this.run.earlierLedgers.findLast((one) => one.version <= this.step) ?? null);
+  }
+
+  /** Counts of contributions by outcome, and how many workers the rows do not show. */
+  get counts() {
+    return (this.time === null ? this.run.status : this.moments.at(-1)) ?? {};
+  }
+
   get samples() {
     return this.time === null ? this.run.samples : this.run.samples.filter((one) => one.step <= this.step);
   }
@@ -99,22 +111,27 @@ export class View {
     });
   }
 
-  /** [x, y] of a figure in some records; x is the step or the time. */
+  /** [x, y] of a figure in some records; x is the step or the time, y NaN where the figure was not finite. */
   points(records, name, by) {
     const found = [];
-    for (const record of records) if (typeof record[name] === "number" && typeof record[by] === "number") found.push([record[by], record[name]]);
+    for (const record of records) if (isFigure(record[name]) && typeof record[by] === "number") found.push([record[by], record[name] ?? NaN]);
     return found;
   }
 
-  /** The names of all figures of which there are numbers. */
+  /** The names of all figures. */
   get names() {
     const names = new Set();
     for (const record of [this.train.at(-1), this.train[0], this.evals.at(-1)]) {
-      for (const [name, value] of Object.entries(record ?? {})) if (typeof value === "number") names.add(name);
+      for (const [name, value] of Object.entries(record ?? {})) if (isFigure(value)) names.add(name);
     }
     for (const name of ["step", "wall_s", "samples"]) names.delete(name);
     return [...names];
   }
+}
+
+/** Whether a record's value is a number; null is one that was not finite, which JSON cannot hold. */
+function isFigure(value) {
+  return typeof value === "number" || value === null;
 }
 
 function pick(row, names) {

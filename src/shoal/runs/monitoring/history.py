@@ -15,6 +15,8 @@ from shoal.files import open_file, read_file
 FILE = "history.jsonl"
 FIELDS = ("computing_s", "waiting_s", "sending_s", "accepted", "rejected", "lag", "samples", "memory_bytes")
 """Fields of a worker in each line, in this order; counts are sums since it joined."""
+_COUNTS = ("wall_s", "at", "version", "contributions")
+"""What else of a status each line has."""
 _MOST_BYTES = 4 << 20
 _FIRST_EVERY_S = 2.0
 _MOST_WORKERS = 200
@@ -34,7 +36,8 @@ class History:
             return
         self._next_at = now + self.every_s
         workers = {row["worker"]: [row["state"], *(_short(row.get(name)) for name in FIELDS)] for row in status["members"][:_MOST_WORKERS]}
-        moment = {"wall_s": status["wall_s"], "at": status["at"], "version": status["version"], "workers": workers}
+        left_out = status["members_left_out"] + max(0, len(status["members"]) - _MOST_WORKERS)
+        moment = {**{name: status[name] for name in _COUNTS}, "members_left_out": left_out, "workers": workers}
         line = json.dumps(moment, separators=(",", ":")) + "\n"
         with suppress(OSError, ShoalError):
             with open_file(self.path, "a") as file:
