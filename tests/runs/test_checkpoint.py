@@ -43,6 +43,14 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert (found.state["b"]["x"], found.state["c"]) == ("y", 0.5)
 
 
+def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:
+    whole, checkpoints = torch.arange(6.0), Checkpoints(tmp_path / "checkpoints", 9)
+    state = {"tail": whole[4:], "whole": whole, "again": whole, "middle": whole[1:3], "every second": whole[::2]}
+    checkpoints.save(1, {"model.w": torch.ones(2)}, state)
+    found = read_checkpoint(checkpoints.all()[0]).state
+    assert {name: value.tolist() for name, value in found.items()} == {name: value.tolist() for name, value in state.items()}
+
+
 def test_a_copied_checkpoint_holds_what_there_was_whenever_it_is_written(tmp_path: Path) -> None:
     checkpoints, weights, counts = Checkpoints(tmp_path / "checkpoints", 9), torch.ones(2), {"x": 1}
     moment = torch.ones(2)

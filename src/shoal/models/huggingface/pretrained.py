@@ -15,6 +15,7 @@ from shoal.config.data_shapes import misfit
 from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
+from shoal.freed_memory import return_freed_memory
 from shoal.manifest import check_manifest
 from shoal.models.stages import required_tensors, without_weights
 from shoal.untrusted import huggingface
@@ -82,6 +83,7 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
 def save(inner: Any, folder: Path, weights: Mapping[str, Tensor] | None = None, most_bytes: int = 5 * 10**9) -> None:
     """Write a model, or the adapters of a model, as safetensors. `weights`: its weights by name, where it does not hold them itself; they
     are read when their file is written. A file has at most this size."""
+    return_freed_memory()  # of training: what is written here is copied first
     given = {} if weights is None else {"state_dict": dict(weights)}
     with quiet():
         inner.save_pretrained(str(folder), safe_serialization=True, max_shard_size=most_bytes, **given)

@@ -35,6 +35,7 @@ from torch import Tensor
 from shoal.engines import Engine, World
 from shoal.errors import ShoalError
 from shoal.files import DamagedFileError, check_format, make_folder, open_to_read, parse_json, write_file, writing
+from shoal.freed_memory import return_freed_memory
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import Checkpoint, packed, unpacked
@@ -111,8 +112,10 @@ class Checkpoints:
         Where there are several `writers`, each writes its part: all must call this, and all succeed or raise.
         """
         self.wait()
+        return_freed_memory()  # of training steps: writing needs some
         tensors = dict[str, Tensor]()
-        plain = packed(state, "", tensors)
+        plain = packed(state, "", tensors, copy=False)
+        tensors = _apart(tensors)
         if writers is None or writers.talk is None:
             self._save(step, weights, tensors, plain)
         else:
@@ -310,6 +313,16 @@ def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
     if any("/" in name for name in files):
         return ShardedTensors([path / name for name in files if name.startswith(f"{kind}/")])
     return load_file(path / f"{kind}.safetensors")
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, of which one is copied where it begins within another: a file takes none that share memory."""
+    end, found = 0, dict[str, Tensor]()
+    for name, value in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        begin = value.data_ptr()
+        found[name] = value.clone() if begin < end else value
+        end = max(end, begin + value.nbytes)
+    return found
 
 
 def _save(path: Path, weights: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
