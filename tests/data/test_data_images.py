@@ -17,6 +17,7 @@ from PIL import Image
 
 from shoal.config.schema.data import Loader
 from shoal.data import Data, ShardFeed, load
+from shoal.data.images.decoding import resize
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -171,6 +172,17 @@ def test_a_dcgan_gets_its_size_and_channels(make_run: Make, tmp_path: Path) -> N
     assert torch.equal(image[:, 0], image[:, 2])
     with pytest.raises(ShoalError, match="images have 1 channel"):
         load(make_run(model={"kind": "dcgan", "image_size": 16, "channels": 4}, data__source=source))
+
+
+@pytest.mark.parametrize(("channels", "width", "size", "wanted"), [(1, 8, 16, 1), (1, 8, 5, 3), (3, 13, 16, 3), (3, 9, 4, 1)])
+def test_images_that_are_resized_together_are_what_pillow_makes_of_each(channels: int, width: int, size: int, wanted: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, channels, 8, width), dtype=np.uint8)
+    found = resize(pixels, size, wanted)
+    left, filtered = (width - 8) // 2, Image.Resampling.BICUBIC if size > 8 else Image.Resampling.LANCZOS
+    for image, together in zip(pixels, found, strict=True):
+        alone = Image.fromarray(image[0] if channels == 1 else image.transpose(1, 2, 0)).crop((left, 0, left + 8, 8))
+        expected = np.asarray(alone.resize((size, size), filtered).convert("L" if wanted == 1 else "RGB"))
+        assert np.array_equal(together, expected[None] if wanted == 1 else expected.transpose(2, 0, 1))
 
 
 def test_a_folder_of_images(tmp_path: Path, images_of: Make) -> None:

@@ -22,6 +22,7 @@ from shoal.errors import ShoalError
 
 Pixels = NDArray[np.uint8]
 _FLOAT_BYTES = 256 * 2**20
+_AT_ONCE = 1024
 
 
 class Target(NamedTuple):
@@ -88,7 +89,8 @@ def from_pixels(pixels_NCHW: Pixels, labels: NDArray[np.int64] | None, target: T
     if not target.fits(*pixels_NCHW.shape[1:]):
         size = target.size or min(pixels_NCHW.shape[2:])
         channels = target.channels or pixels_NCHW.shape[1]
-        pixels_NCHW = np.stack([resize(pixels_CHW, size, channels) for pixels_CHW in pixels_NCHW])
+        parts = (pixels_NCHW[start : start + _AT_ONCE] for start in range(0, len(pixels_NCHW), _AT_ONCE))
+        pixels_NCHW = np.concatenate([resize(part_NCHW, size, channels) for part_NCHW in parts])
     images = torch.from_numpy(np.require(pixels_NCHW, requirements=["C", "W"]))
     if images.numel() * 4 <= _FLOAT_BYTES:
         images = images.to(torch.float32).div_(255)
