@@ -80,7 +80,7 @@ class EngineProcesses(NamedTuple):
             raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {gpus} GPUs here{shared}")
         if wanted is None and not gpus:
             notify(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
-        return cls(wanted or share, device == "cpu", run.engine.kind)
+        return cls(wanted or share, device in ("auto", "cpu") and not gpus, run.engine.kind)
 
 
 def _stages(run: Run) -> int | None:
