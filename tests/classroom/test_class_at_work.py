@@ -32,6 +32,9 @@ from shoal.updates.privacy import Accountant, sample_level_multiplier
 from tests.support.classroom import DIGITS, School, all_there
 from tests.support.processes import HANG_S
 
+SIZES = {"image_size": 16, "generator_features": 4, "discriminator_features": 4, "latent_dim": 8}
+GAN: dict[str, Any] = {"model": {"kind": "dcgan", **SIZES}, "task": "gan"}
+
 
 def train(coordinating: ReadyCoordinator) -> dict[str, Any]:
     try:
@@ -59,14 +62,14 @@ def covered(school: School) -> Counter[tuple[int, int]]:
 
 
 def test_every_batch_of_every_epoch_is_learned_from_once(school: School) -> None:
-    coordinating = school.coordinate({"training": {"batch_size": 32, "epochs": 3, "optimizer": {"name": "Adam", "learning_rate": 0.01}}})
+    coordinating = school.coordinate({"training": {"batch_size": 32, "epochs": 2, "optimizer": {"name": "Adam", "learning_rate": 0.01}}})
     for number in range(3):
         school.worker(f"w{number}")
     summary = train(coordinating)
     school.finish()
     per_epoch = coordinating.loop.recorder.epochs.batches_per_epoch
-    assert covered(school) == Counter({(epoch, batch): 1 for epoch in range(3) for batch in range(per_epoch or 0)})
-    assert summary["samples"] == 3 * 1437  # the last batch of an epoch is smaller, and is not left out
+    assert covered(school) == Counter({(epoch, batch): 1 for epoch in range(2) for batch in range(per_epoch or 0)})
+    assert summary["samples"] == 2 * 1437  # the last batch of an epoch is smaller, and is not left out
     assert summary["status"] == "completed"
     assert violations(school) == []
     counts = school.balance()
@@ -149,7 +152,7 @@ def test_one_worker_with_one_unit_a_round_is_one_process_alone(school: School) -
 
 
 def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
-    epochs = {"training": {"batch_size": 32, "epochs": 4, "optimizer": {"name": "Adam", "learning_rate": 0.01}}}
+    epochs = {"training": {"batch_size": 32, "epochs": 3, "optimizer": {"name": "Adam", "learning_rate": 0.01}}}
     first = school.coordinate(epochs)
     loop = first.loop
     loop.on_tick = lambda: setattr(loop.recorder, "stopping", "interrupted") if loop.step >= 5 else None
@@ -160,7 +163,7 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
     with pytest.raises(ShoalError, match="holds another run"):
         school.coordinate(epochs, run_dir="second")
     with pytest.raises(ShoalError, match="other settings"):
-        school.coordinate({"training": {"batch_size": 16, "epochs": 4}}, resume=True, run_dir="third")
+        school.coordinate({"training": {"batch_size": 16, "epochs": 3}}, resume=True, run_dir="third")
     again = school.coordinate(epochs, resume=True, run_dir="elsewhere")
     assert again.loop.step == loop.step
     for name, value in loop.engine.weights().items():
@@ -168,13 +171,13 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
     assert train(again)["status"] == "completed"
     school.finish()
     assert violations(school) == []
-    assert len(covered(school)) == 4 * 45
+    assert len(covered(school)) == 3 * 45
     school.balance()
 
 
 def test_with_a_codec_students_read_what_changed(school: School) -> None:
     """And after the coordinator began anew, all of it: a student never has anything but what hangs out."""
-    codec = {"updates": {"codec": {"kind": "int8"}}, "training": {"batch_size": 32, "epochs": 6}}
+    codec = {"updates": {"codec": {"kind": "int8"}}, "training": {"batch_size": 32, "epochs": 4}}
     read: list[str] = []
     apart: list[float] = []
     exact: dict[int, torch.Tensor] = {}
@@ -355,8 +358,7 @@ def test_the_teacher_sees_the_class_from_the_database_alone(school: School, caps
 
     with connect(school.access) as connection:
         schema.grant(connection, "teacher", "secret", "reader")
-    gan = {"model": {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 8}, "task": "gan"}
-    coordinating = school.coordinate(gan, {"training": {"batch_size": 64, "epochs": 1}, "logging": {"every_steps": 1}})
+    coordinating = school.coordinate(GAN, {"training": {"batch_size": 64, "epochs": 1}, "logging": {"every_steps": 1}})
     coordinating.loop.recorder.reporters.append(Blackboard())
     both = all_there(2)
     for number in range(2):
@@ -395,8 +397,7 @@ def test_a_table_on_the_terminal_leaves_the_coordinators_connection_alone(school
 
 
 def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> None:
-    gan = {"model": {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 8}, "task": "gan"}
-    coordinating = school.coordinate(gan, {"training": {"batch_size": 64, "epochs": 1}})
+    coordinating = school.coordinate(GAN, {"training": {"batch_size": 64, "epochs": 1}})
     before = {name: value.clone() for name, value in coordinating.loop.engine.weights().items() if "running_mean" in name}
     school.worker("w0")
     train(coordinating)
