@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,8 +51,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+OTHER_STAGES = ("distributed/deepspeed_zero1", "distributed/deepspeed_zero2")
+"""In one process they train what the third stage trains."""
+
+
+def as_parameter(stack: str) -> Any:
+    return pytest.param(stack, marks=pytest.mark.long) if stack.endswith(OTHER_STAGES) else stack
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("stack", [*PRESETS, *STACKS])
+@pytest.mark.parametrize("stack", map(as_parameter, [*PRESETS, *STACKS]))
 def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = stack.split()
     code = main(["train", *files, "--run-dir", "run", *smaller(files)])
@@ -59,7 +68,7 @@ def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.Capt
     expect_learning(folder / "run")
 
 
-@pytest.mark.whole
+@pytest.mark.long  # test_zero.py trains with DeepSpeed
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
 def test_a_stack_starts_with_the_engine_that_it_names(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = ["gpu/base", "hardware/h100_80gb", "distributed/deepspeed_zero3"]

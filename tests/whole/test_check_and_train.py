@@ -25,7 +25,6 @@ from shoal.launch.start_mode import StartOptions, plan_start
 HERE = {
     "output_dir": "runs",
     "data.tokenizer": "bytes",
-    "data.source.kind": "builtin",
     "training.device": "cpu",
     "training.epochs": "1",
     "training.batch_size": "4",
@@ -38,8 +37,10 @@ SMALL_GPT = {"model.kind": "gpt", "model.num_layers": "3", "model.hidden_size": 
 
 def stand_ins(run: Run) -> dict[str, str]:
     text = run.chosen_task.needs != "images" and run.model.kind not in ("mlp", "dcgan")
-    found = HERE | {"data.source.name": "python-source" if text else "digits"}
+    found = HERE | ({} if text else {"data.source.kind": "builtin", "data.source.name": "digits"})
     if text:
+        Path("text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 1000)
+        found |= {"data.source.kind": "text", "data.source.path": "text.txt"}
         found |= SMALL_GPT | {"data.sequence_length": "16", "model.max_seq_len": "32", "data.streaming": "false"}
     if run.model.kind == "mlp":
         found |= {"model.input_dim": "64"}

@@ -27,7 +27,7 @@ worker: {heartbeat_interval: 1, work_unit_timeout: 20, num_workers_dataloader: 0
 model: {latent_dim: 8, generator_features: 4, discriminator_features: 4}
 """
 DIGITS = ["--dialect", "classroom", "--set", "data.source.kind=builtin", "--set", "data.source.name=digits", "--set", "model.image_size=16"]
-PER_EPOCH = 84
+PER_EPOCH = 48
 FEWER = ["--set", f"data.max_train_samples={PER_EPOCH * 16}"]
 
 

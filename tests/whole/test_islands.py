@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.launch import forkserver
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
 from tests.support.eventually import eventually
@@ -188,14 +187,14 @@ def test_collectives_go_on_with_the_very_optimizers_they_had(processes: Processe
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, *arguments: str, log: str = "torchrun.log") -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *arguments]
+def torchrun(folder: Path, *arguments: str, log: str = "torchrun.log") -> Iterator[forkserver.ChildProcess]:
+    command = ["-m", "torch.distributed.run", "--monitor-interval", "0.2", *arguments]
     with (folder / log).open("w") as file:
-        started = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+        started = forkserver.start(command, cwd=folder, stdout=file.fileno(), stderr=file.fileno())
     try:
         yield started
     finally:
-        started.terminate()
+        started.send_signal(signal.SIGTERM)
         started.wait()
 
 
@@ -252,7 +251,7 @@ def test_torchrun_alone_trains_with_each_process_as_a_worker(fleet: Processes) -
 
 
 @contextlib.contextmanager
-def two_machines(folder: Path, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def two_machines(folder: Path, *arguments: str) -> Iterator[list[forkserver.ChildProcess]]:
     """What two machines would start."""
     meeting = f"127.0.0.1:{free_port('127.0.0.1')}"
     command = ["--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1"]
