@@ -120,6 +120,11 @@ class GrammarCompiler:
             raise GrammarError("no text of the model's vocabulary follows it")
         return constraint
 
+    def close(self) -> None:
+        """End the threads."""
+        self.threads.shutdown(wait=False)
+        self._masking.shutdown(wait=False)
+
     def _read_vocabulary(self, library: Any) -> tuple[Any, Tensor]:
         """The tokenizer as llguidance has it, and the tokens that may be allowed. Raises GrammarError."""
         with self._lock:

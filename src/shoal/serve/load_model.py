@@ -36,6 +36,7 @@ from shoal.runs.converted_models import described
 from shoal.runs.trained_model import find_model, is_run, open_run, settings_of, side_texts_for
 from shoal.serve.nodes.model_description import describe_gpt, describe_huggingface_model, describe_own_model, meta_model, model_maker
 from shoal.serve.nodes.weights import PackedStore, WeightStore
+from shoal.serve.tool_formats import ToolFormat, tool_format
 from shoal.untrusted.gguf_header import check_gguf
 from shoal.untrusted.prompt_process import PromptProcess
 
@@ -77,6 +78,8 @@ class ServedModel(NamedTuple):
     """The LoRA adapters that requests may name; null: none."""
     adapter: str = ""
     """Which of them the requests of this name have; empty: none."""
+    tool_format: ToolFormat | None = None
+    """How the model writes calls of tools; null: its template has no convention for them."""
     encoder: PromptProcess | None = None
     """Encodes with the tokenizer of a model's maker; null: the tokenizer is Shoal's own, or one that only transformers can read."""
 
@@ -170,7 +173,7 @@ def _served(name: str, model: Any, tokenizer: data.Tokenizer, run: Run, nodes: i
     chat = _chat(tokenizer)
     ends = _ends(model, tokenizer, folder) | chat.ends
     served = ServedModel(name, model, tokenizer, chat.template, run.serving, tokenizer.opening, ends, nodes, run=run)
-    return served._replace(stop_words=chat.stop_words, encoder=encoder_for(tokenizer))
+    return served._replace(stop_words=chat.stop_words, tool_format=tool_format(tokenizer), encoder=encoder_for(tokenizer))
 
 
 class Chat(NamedTuple):

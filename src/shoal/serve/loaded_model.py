@@ -10,6 +10,7 @@ from shoal.data import TokenTexts
 from shoal.models.packed.layers import byte_count
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.paged_backend import local_backend
 
@@ -61,6 +62,7 @@ class LoadedModel:
             kept_tokens=settings.prefix_cache_tokens,
             warn=warn,
         )
+        self.grammars = GrammarCompiler(served.tokenizer, served.eos_ids, self.engine.backend.vocab_size)
         self._thread = EngineThread(self.engine, warn)
 
     @property
@@ -78,6 +80,7 @@ class LoadedModel:
         if self._thread.is_alive():
             self._thread.stop()
         self.engine.backend.close()
+        self.grammars.close()
 
 
 def _backend_here(served: ServedModel, warn: Callable[[str], None]) -> Backend:

@@ -22,6 +22,7 @@ import torch
 from shoal.data import TokenTexts
 from shoal.errors import ShoalError
 from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.loaded_model import LoadedModel
 from shoal.web.auth import RefusedError
@@ -49,6 +50,7 @@ class ModelInUse(NamedTuple):
     served: ServedModel
     engine: BatchingEngine
     token_texts: TokenTexts
+    grammars: GrammarCompiler
 
 
 class ModelState(NamedTuple):
@@ -181,7 +183,7 @@ class ModelPool:
         loaded = await self._taken(entry)
         try:
             served = loaded.served._replace(name=name, adapter=adapter) if adapter else loaded.served
-            yield ModelInUse(served, loaded.engine, loaded.token_texts)
+            yield ModelInUse(served, loaded.engine, loaded.token_texts, loaded.grammars)
         finally:
             with self._changed:
                 entry.users -= 1

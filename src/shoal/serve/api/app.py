@@ -21,6 +21,7 @@ from shoal.runs.monitoring.prometheus import exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, check_tokens, prompt_ids, tokens_of
 from shoal.serve.api.embedding import embed, in_base64, input_ids
+from shoal.serve.api.grammars import constraint_for, tool_use
 from shoal.serve.api.metrics import pool_metrics
 from shoal.serve.api.openapi import describe, error_responses, generated_responses
 from shoal.serve.api.requests import (
@@ -142,7 +143,7 @@ class Api:
 
     async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
         """A vector of length 1 for each text, from the model's last hidden states."""
-        async with self.models.use(body.model) as (served, engine, _):
+        async with self.models.use(body.model) as (served, engine, _, _):
             texts = await asyncio.to_thread(input_ids, body, served, engine)
             vectors = await _unless_disconnected(request, embed(body, texts, served, engine))
         if vectors is None:
@@ -157,13 +158,13 @@ class Api:
 
     async def tokenize(self, body: TokenizeRequest) -> schema.Tokenized:
         """The token ids of a text as /v1/completions reads it, or of a conversation as /v1/chat/completions does."""
-        async with self.models.use(self._named(body.model)) as (served, engine, _):
+        async with self.models.use(self._named(body.model)) as (served, engine, _, _):
             ids = await asyncio.to_thread(tokens_of, body, served)
             return schema.Tokenized(tokens=ids, count=len(ids), max_model_len=engine.backend.longest)
 
     async def detokenize(self, body: DetokenizeRequest) -> schema.Detokenized:
         """The text of token ids."""
-        async with self.models.use(self._named(body.model)) as (served, engine, _):
+        async with self.models.use(self._named(body.model)) as (served, engine, _, _):
             check_tokens(body.tokens, engine.backend.vocab_size, "tokens")
             return schema.Detokenized(prompt=await asyncio.to_thread(served.tokenizer.decode, body.tokens))
 
@@ -172,9 +173,12 @@ class Api:
         return self.models.states()[0].name if model is None else model
 
     async def _generate(self, body: GenerationRequest, request: Request) -> Response:
-        async with self.models.use(body.model) as (served, engine, token_texts):
-            prompts = await asyncio.to_thread(prompt_ids, body, served, engine.backend.vocab_size)
-            generation = Generation(engine, served, body, prompts)
+        async with self.models.use(body.model) as (served, engine, token_texts, grammars):
+            tools = tool_use(body, served.tool_format)
+            described = body.tools if tools is not None and isinstance(body, ChatRequest) else []
+            prompts = await asyncio.to_thread(prompt_ids, body, served, engine.backend.vocab_size, described)
+            constraint = await constraint_for(body, tools, grammars)
+            generation = Generation(engine, served, body, prompts, tools, constraint)
         writer = schema.ResponseWriter(generation, served.name, served.tokenizer, token_texts)
         if body.stream:
             response: Response = StreamingResponse(

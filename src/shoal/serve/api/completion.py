@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal import data
 from shoal.data.text.conversations import messages_of
 from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
-from shoal.serve.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt, TokenizeRequest
+from shoal.serve.api.grammars import ToolUse
+from shoal.serve.api.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Prompt,
+    TokenizeRequest,
+    ToolDefinition,
+)
 from shoal.serve.batching import (
     BatchingEngine,
     EndReason,
@@ -20,7 +29,10 @@ from shoal.serve.batching import (
     PromptLogprobs,
     QueueFullError,
 )
+from shoal.serve.constraints import TokenConstraint
 from shoal.serve.load_model import ServedModel
+from shoal.serve.tool_formats import arguments_schema
+from shoal.serve.tool_parser import CallPiece, MarkedText, ToolCallParser
 from shoal.web.auth import RefusedError
 
 _LEAST_TOP_P = 1e-9
@@ -37,6 +49,7 @@ class TextDelta(NamedTuple):
     tokens: tuple[GeneratedToken, ...]
     finish_reason: EndReason | None = None
     """Set in the last delta of a choice."""
+    calls: tuple[CallPiece, ...] = ()
 
 
 class StopWordFilter:
@@ -80,53 +93,75 @@ class ChoiceDecoder:
     def __init__(
         self,
         choice: int,
-        text: data.StreamedText,
+        text: data.StreamedText | MarkedText,
         stops: StopWordFilter,
+        parser: ToolCallParser | None,
         deliver: Callable[[TextDelta], None],
         clock: Callable[[], float],
         interval: float,
     ) -> None:
-        self.choice, self.text, self.stops, self.deliver = choice, text, stops, deliver
+        """`parser`: finds calls of tools in the text; None: there are no tools."""
+        self.choice, self.text, self.stops, self.parser, self.deliver = choice, text, stops, parser, deliver
         self.clock, self.interval = clock, interval
         self._next = clock() if interval != float("inf") else interval
         self._tokens: list[GeneratedToken] = []
         self._undecoded: list[int] = []
         self._text = ""
+        self._calls: list[CallPiece] = []
 
     def __call__(self, event: JobEvent) -> bool:
         if isinstance(event, Finished):
             self._decode()
-            rest = "" if self.stops.found else self.stops.add(self.text.finish()) + self.stops.finish()
-            self._deliver(rest, event.reason)
+            self._take("" if self.stops.found else self.stops.add(self.text.finish()) + self.stops.finish())
+            if self.parser is not None:
+                self._keep(*self.parser.finish())
+            self._deliver(event.reason)
             return True
         self._tokens.append(event)
         if not event.is_end:
             self._undecoded.append(event.token)
         is_due = self.interval == 0 or self.clock() >= self._next
-        if is_due or self.stops.words:
+        if is_due or self.stops.words or self.parser is not None:
             self._decode()
         if is_due:
-            self._deliver("", None)
+            self._deliver(None)
             self._next = self.clock() + self.interval
-        return self.stops.found
+        return self.stops.found or (self.parser is not None and self.parser.is_done)
 
     def _decode(self) -> None:
         if self._undecoded:
-            self._text += self.stops.add(self.text.add(*self._undecoded))
+            self._take(self.stops.add(self.text.add(*self._undecoded)))
             self._undecoded.clear()
 
-    def _deliver(self, rest: str, reason: EndReason | None) -> None:
-        self.deliver(TextDelta(self.choice, self._text + rest, tuple(self._tokens), reason))
+    def _take(self, text: str) -> None:
+        self._keep(*((text, ()) if self.parser is None else self.parser.add(text)))
+
+    def _keep(self, text: str, calls: Sequence[CallPiece]) -> None:
+        self._text += text
+        self._calls += calls
+
+    def _deliver(self, reason: EndReason | None) -> None:
+        self.deliver(TextDelta(self.choice, self._text, tuple(self._tokens), reason, tuple(self._calls)))
         self._text = ""
         self._tokens.clear()
+        self._calls.clear()
 
 
 class Generation:
     """All choices of one request. `cancel` must be called at the end, whatever the reason: it frees their places in the engine."""
 
-    def __init__(self, engine: BatchingEngine, served: ServedModel, request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
-        """Raises RefusedError where too many requests wait."""
+    def __init__(
+        self,
+        engine: BatchingEngine,
+        served: ServedModel,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        tools: ToolUse | None = None,
+        constraint: TokenConstraint | None = None,
+    ) -> None:
+        """`tools`: that the answer may call; `constraint`: its grammar. Raises RefusedError where too many requests wait."""
         self.engine, self.served, self.request, self.prompts = engine, served, request, prompts
+        self._tools, self._constraint = tools, constraint
         self.tokens = 0
         self.unfinished = len(prompts) * request.n
         self._loop = asyncio.get_running_loop()
@@ -167,6 +202,7 @@ class Generation:
     def _job(self, index: int, choice: int, ids: list[int]) -> GenerationJob:
         request, settings = self.request, self.served.settings
         words = [*request.stop, *(self.served.stop_words if request.is_chat else ())]
+        text, tools = data.StreamedText(self.served.tokenizer, ids), self._tools
         repetition = request.repetition_penalty
         return GenerationJob(
             ids,
@@ -174,8 +210,9 @@ class Generation:
             TokenDraws(request.seed, ids, choice),
             ChoiceDecoder(
                 index,
-                data.StreamedText(self.served.tokenizer, ids),
+                text if tools is None else MarkedText(text, tools.form),
                 StopWordFilter(words),
+                None if tools is None else tools.parser(),
                 self._deliver,
                 self.engine.clock,
                 _INTERVAL_S if request.stream else float("inf"),
@@ -190,6 +227,7 @@ class Generation:
             self.served.eos_ids,
             request.logprob_count,
             self.engine.clock() + settings.request_timeout_s,
+            None if self._constraint is None else self._constraint.copy(),
             self._collector(ids),
             self.served.adapter,
         )
@@ -219,6 +257,9 @@ def raise_unfinished(reason: EndReason | None) -> None:
     if reason == "not_finite":
         message = "the model computes no finite numbers for this text: its weights are damaged, or its training diverged"
         raise RefusedError(503, message, kind="server_error", code="not_finite")
+    if reason == "grammar":
+        message = "no token of the model's vocabulary continues the answer as its grammar demands, or the grammar is too complex"
+        raise RefusedError(400, message, code="grammar_failed")
     if reason in ("cancelled", "failed"):
         raise RefusedError(503, "the server could not finish this answer; try again", kind="server_error", code=reason)
 
@@ -256,15 +297,15 @@ def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: 
     return min(usual, longest - prompt) if request.token_limit is None else request.token_limit
 
 
-def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int) -> list[list[int]]:
-    """The token ids of the request's prompts. Raises RefusedError."""
+def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int, tools: Sequence[ToolDefinition] = ()) -> list[list[int]]:
+    """The token ids of the request's prompts. `tools`: that a conversation describes. Raises RefusedError."""
     for token in request.logit_bias:
         if token >= vocab_size:
             raise RefusedError(400, f"token {token} is not in the vocabulary of {vocab_size}", param="logit_bias")
     if isinstance(request, CompletionRequest):
         return [encode_prompt(prompt, served, vocab_size, "prompt") for prompt in request.prompt]
     assert isinstance(request, ChatRequest)
-    return [_conversation(request.messages, served)]
+    return [_conversation(request.messages, served, tools)]
 
 
 def tokens_of(request: TokenizeRequest, served: ServedModel) -> list[int]:
@@ -280,13 +321,19 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
         raise RefusedError(400, f"{param} has a token that is not in the vocabulary of {vocab_size}", param=param)
 
 
-def _conversation(messages: Sequence[ChatMessage], served: ServedModel) -> list[int]:
+def _conversation(messages: Sequence[ChatMessage], served: ServedModel, tools: Sequence[ToolDefinition] = ()) -> list[int]:
     try:
         turns = [one.model_dump(exclude_none=True) for one in messages]
-        text = served.template.prompt(messages_of(turns, "messages", "this request"))
+        text = served.template.prompt(messages_of(turns, "messages", "this request"), [*map(_described, tools)] or None)
     except Exception as error:
         raise RefusedError(400, str(error), param="messages") from None
     return served.encode(text)
+
+
+def _described(tool: ToolDefinition) -> dict[str, Any]:
+    """A tool as templates read it."""
+    function = tool.function.model_dump(exclude={"strict"}, exclude_none=True)
+    return {"type": "function", "function": {**function, "parameters": arguments_schema(tool.function.parameters)}}
 
 
 def encode_prompt(prompt: Prompt, served: ServedModel, vocab_size: int, param: str) -> list[int]:

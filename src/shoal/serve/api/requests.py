@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from shoal.web.auth import RefusedError
@@ -17,12 +16,10 @@ from shoal.web.auth import RefusedError
 MOST_CHOICES, MOST_PROMPTS = 8, 64
 MOST_STOPS = 4
 MOST_BIASES = 300
-_MOST_CALLS = 128
+_MOST_CALLS, _MOST_TOOLS, _MOST_CHOICE_TEXTS = 128, 128, 1000
 _LARGEST_BODY = 4 * 2**20
 _LARGEST_SEED = 2**63
 _MOST_TOKENS = 10**9
-_NOT_OFFERED = "not_offered"
-"""The kind of pydantic's error for a value that OpenAI's API takes and this server does not."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -83,10 +80,52 @@ class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-def _no_tools(value: Any) -> Any:
-    if value != []:
-        raise PydanticCustomError(_NOT_OFFERED, "tools")
-    return value
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class NamedJsonSchema(StrictModel):
+    name: str = Field(max_length=64, description="Accepted and not used.")
+    description: str | None = Field(default=None, description="Accepted and not used.")
+    content: dict[str, Any] | None = Field(default=None, alias="schema", description="What the answer fits. Absent: any JSON.")
+    strict: bool | None = Field(default=None, description="The answer always fits.")
+
+
+class JsonSchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: NamedJsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionDefinition(StrictModel):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="The JSON schema of the arguments, which are an object.")
+    strict: bool | None = Field(default=None, description="A call's arguments always fit, also where the model chooses whether to call.")
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type", "object") != "object":
+            raise ValueError("parameters must be the schema of an object: their type is object")
+        return value
+
+
+class ToolDefinition(StrictModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(StrictModel):
+    name: ToolName
+
+
+class NamedToolChoice(StrictModel):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 def _as_list(value: Any) -> Any:
@@ -98,6 +137,7 @@ StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = Annotated[list[StopWord], Field(max_length=MOST_STOPS)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]
 """In JSON the key of an object is a string, so here a number is read from one."""
+GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=_MOST_CHOICE_TEXTS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -124,6 +164,11 @@ class GenerationRequest(StrictModel):
     seed: int | None = Field(default=None, ge=-_LARGEST_SEED, lt=_LARGEST_SEED, description="The same seed and request give the same text.")
     stream: bool = Field(default=False, description="Send the answer as server-sent events while it is written.")
     stream_options: StreamOptions = Field(default=StreamOptions(), description="Only with `stream`.")
+    guided_regex: str | None = Field(default=None, min_length=1, description="A regular expression that the whole answer matches.")
+    guided_choice: GuidedChoice | None = Field(default=None, description="The answer is one of these texts.")
+    grammar: str | None = Field(
+        default=None, min_length=1, description="A grammar that the answer follows, in the Lark form of llguidance."
+    )
     user: Any = Field(default=None, description="Accepted and not used.")
     metadata: Any = Field(default=None, description="Accepted and not used.")
     safety_identifier: Any = Field(default=None, description="Accepted and not used.")
@@ -147,12 +192,31 @@ class ChatRequest(GenerationRequest):
     )
     logprobs: bool = Field(default=False, description="Report the log probability of each token.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Likely tokens to report beside each token.")
-    response_format: TextFormat | None = Field(default=None, description="Text is the only format.")
-    tools: Annotated[list[Any], BeforeValidator(_no_tools)] = Field(default=[], max_length=0, description="Must be empty.")
-    tool_choice: Literal["none"] = Field(default="none", description="There are no tools to choose from.")
-    parallel_tool_calls: bool = Field(default=False, description="Accepted and not used.")
+    response_format: ResponseFormat | None = Field(default=None, description="Text, any JSON object, or JSON that fits a schema.")
+    tools: list[ToolDefinition] = Field(default=[], max_length=_MOST_TOOLS, description="Functions that the answer may call.")
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = Field(
+        default="auto", description="Whether the answer calls tools: none, as the model likes, at least one, or the named one."
+    )
+    parallel_tool_calls: bool = Field(default=True, description="Whether an answer may have several calls, if the model's template has.")
     store: Literal[False] = Field(default=False, description="The server stores no conversation.")
     service_tier: str | None = Field(default=None, description="Accepted and not used.")
+
+    @field_validator("tools")
+    @classmethod
+    def _have_different_names(cls, value: list[ToolDefinition]) -> list[ToolDefinition]:
+        if len({one.function.name for one in value}) < len(value):
+            raise ValueError("tools must have different names")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_a_tool(cls, value: str | NamedToolChoice, others: ValidationInfo) -> str | NamedToolChoice:
+        names = [one.function.name for one in others.data.get("tools", [])]
+        if value == "required" and not names:
+            raise ValueError("tool_choice required needs tools")
+        if isinstance(value, NamedToolChoice) and value.function.name not in names:
+            raise ValueError(f"tool_choice names {value.function.name!r}, which is none of the tools")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod
@@ -254,7 +318,7 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
     param, kind = _param(error["loc"]), error["type"]
     if kind == "missing":
         return RefusedError(400, f"you must provide {param}", param=param)
-    if kind in ("extra_forbidden", _NOT_OFFERED):
+    if kind == "extra_forbidden":
         name = str(error["loc"][-1])[:100]
         return RefusedError(400, f"{name} is not offered by this server", param=param or name, code="unsupported_parameter")
     text = str(error["msg"]).removeprefix("Value error, ")

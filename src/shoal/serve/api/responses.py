@@ -16,11 +16,12 @@ from shoal.config.schema.serving import Serving
 from shoal.data import StreamedText, Tokenizer, TokenTexts
 from shoal.models.generation.decoding import warp_of
 from shoal.serve.api.completion import Generation, TextDelta
-from shoal.serve.api.requests import CompletionRequest, DecodingStrategy
+from shoal.serve.api.requests import CalledFunction, CompletionRequest, DecodingStrategy
 from shoal.serve.batching import GeneratedToken, MachineEntry
+from shoal.serve.tool_parser import CallPiece
 from shoal.web.auth import RefusedError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class LikelyToken(BaseModel):
@@ -56,15 +57,40 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompleteCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where the answer calls tools and says nothing beside that."""
     refusal: None
+    tool_calls: list[CompleteCall] = []
+
+
+class FunctionDelta(BaseModel):
+    name: str = ""
+    arguments: str
+
+
+class CallDelta(BaseModel):
+    """A part of a call: the first one has id, type and name."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
 
 
 class AssistantDelta(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = ""
+    tool_calls: list[CallDelta] = []
 
 
 class ChatChoice(BaseModel):
@@ -230,6 +256,8 @@ class ResponseWriter:
         """By choice: the characters of these tokens."""
         self._begun: set[int] = set()
         """Choices of which a chunk was written."""
+        self._calling: set[int] = set()
+        """Choices that have called a tool."""
 
     def whole(self, deltas: Sequence[TextDelta]) -> str:
         """The answer to a request that does not stream."""
@@ -245,7 +273,7 @@ class ResponseWriter:
     def chunk(self, delta: TextDelta) -> str | None:
         """One event of a stream; None where the delta says nothing to the client."""
         is_first = delta.choice not in self._begun
-        if not (delta.text or delta.finish_reason or is_first or self.request.logprob_count is not None):
+        if not (delta.text or delta.calls or delta.finish_reason or is_first or self.request.logprob_count is not None):
             return None
         self._begun.add(delta.choice)
         if self.request.is_chat:
@@ -267,14 +295,20 @@ class ResponseWriter:
         return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=details)
 
     def _chat_choice(self, index: int, deltas: Sequence[TextDelta]) -> ChatChoice:
-        message = AssistantMessage(role="assistant", content="".join(delta.text for delta in deltas), refusal=None)
-        return ChatChoice(index=index, message=message, logprobs=self._chat_logprobs(deltas), finish_reason=_reason(deltas[-1]))
+        text, calls = "".join(delta.text for delta in deltas), _whole_calls(deltas)
+        called: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        message = AssistantMessage(role="assistant", content=None if calls and not text else text, refusal=None, **called)
+        return ChatChoice(index=index, message=message, logprobs=self._chat_logprobs(deltas), finish_reason=_reason(deltas[-1], calls))
 
     def _chat_chunk_choice(self, delta: TextDelta, is_first: bool) -> ChatChunkChoice:
+        if delta.calls:
+            self._calling.add(delta.choice)
         role = {"role": "assistant"} if is_first else {}
-        content = {"content": delta.text} if delta.text or is_first else {}
-        said = AssistantDelta.model_validate(role | content)
-        return ChatChunkChoice(index=delta.choice, delta=said, logprobs=self._chat_logprobs([delta]), finish_reason=_reason(delta))
+        content = {"content": delta.text or (None if delta.calls else "")} if delta.text or is_first else {}
+        called = {"tool_calls": _call_deltas(delta.calls)} if delta.calls else {}
+        said = AssistantDelta.model_validate({**role, **content, **called})
+        reason = _reason(delta, delta.choice in self._calling)
+        return ChatChunkChoice(index=delta.choice, delta=said, logprobs=self._chat_logprobs([delta]), finish_reason=reason)
 
     def _text_choice(self, index: int, deltas: Sequence[TextDelta], is_first: bool) -> CompletionChoice:
         text, reason = (self._echo(index) if is_first else "") + "".join(delta.text for delta in deltas), _reason(deltas[-1])
@@ -333,9 +367,33 @@ def _tokens(deltas: Sequence[TextDelta]) -> list[GeneratedToken]:
     return [token for delta in deltas for token in delta.tokens]
 
 
-def _reason(delta: TextDelta) -> FinishReason | None:
-    """`Generation.deltas` raises where an answer ended for any other reason."""
-    return cast(FinishReason | None, delta.finish_reason)
+def _whole_calls(deltas: Sequence[TextDelta]) -> list[CompleteCall]:
+    pieces = [piece for delta in deltas for piece in delta.calls]
+    texts: dict[int, str] = {}
+    for piece in pieces:
+        texts[piece.index] = texts.get(piece.index, "") + piece.arguments
+    return [
+        CompleteCall(id=one.id, type="function", function=CalledFunction(name=one.name, arguments=texts[one.index]))
+        for one in pieces
+        if one.id is not None and one.name is not None
+    ]
+
+
+def _call_deltas(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+    """The parts of calls in one chunk, those of one call joined."""
+    found: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        part = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        if piece.name is not None:
+            part |= {"id": piece.id, "type": "function"}
+            part["function"] = {"name": piece.name, **part["function"]}
+        part["function"]["arguments"] += piece.arguments
+    return [*found.values()]
+
+
+def _reason(delta: TextDelta, called: object = False) -> FinishReason | None:
+    """`called`: whether the answer calls tools. `Generation.deltas` raises where an answer ended for any other reason."""
+    return "tool_calls" if called and delta.finish_reason == "stop" else cast(FinishReason | None, delta.finish_reason)
 
 
 def _json(response: BaseModel) -> str:
