@@ -337,9 +337,8 @@ class Trunk(nn.Module):
     ) -> Tensor:
         """Embed the tokens: the residual stream before the first layer. `positions_BL`: their positions, where rows differ in them."""
         length = past + input_ids_BL.shape[1]
-        longest = length if document_lengths is None or length <= self.max_seq_len else int(document_lengths.max())
-        if longest > self.max_seq_len and positions_BL is None:
-            raise ShoalError(f"a sequence of {longest} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
+        if length > self.max_seq_len and positions_BL is None:
+            self._check_length(_longest_row(length, attention_mask if past else None, document_lengths))
         x_BLD: Tensor
         if beside is not None and self.output is None and self.token_embedding.can_lend:
             x_BLD, beside.output_weight = self.token_embedding(input_ids_BL, lends=True)
@@ -363,6 +362,10 @@ class Trunk(nn.Module):
             # The residual stream is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
         return F.dropout(x_BLD, self.dropout, self.training)
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_seq_len:
+            raise ShoalError(f"a sequence of {length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
 
     def _turns(self, past: int, length: int, mask_BS: Tensor | None) -> Tensor | None:
         """Rotary cosines and sines of the new tokens. With a cache, rows that are padded differently have positions of their own."""
@@ -456,6 +459,13 @@ def _rotary_head_size(settings: schema.Transformer) -> int:
 def _positions(attention_mask: Tensor) -> Tensor:
     """Positions [B, S], counted from the first real token."""
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _longest_row(length: int, attention_mask: Tensor | None, document_lengths: Tensor | None) -> int:
+    """Tokens of the longest row or document. Rows of a cache may have fewer tokens than the cache has columns."""
+    if document_lengths is not None:
+        return int(document_lengths.max())
+    return length if attention_mask is None else int(attention_mask.sum(1).max())
 
 
 def _layer_inputs(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> LayerInputs:

@@ -58,6 +58,7 @@ class LocalBackend(Backend):
         self._adapter_names: dict[int, str] = {}
         """Of each request."""
         self.caches = KvCaches(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
+        self.can_verify = self.caches.joins and hasattr(model.new_cache(0), "crop")
         self._readers: dict[int, SideTextReader] = {}
         self._pending: deque[ForwardBatch] = deque()
 
@@ -86,7 +87,7 @@ class LocalBackend(Backend):
     @torch.inference_mode()
     def _read(self, batch: ForwardBatch) -> Tensor | None:
         if batch.output is not None:
-            return self._read_everywhere(batch)
+            return self._read_answers(batch) if batch.decodes else self._read_everywhere(batch)
         if not batch.needs_logits and hasattr(self.model, "project") and not reads_beside(self.model):
             # A model of our own can leave out the product with its output matrix, which is as large as many layers
             ids_1L = torch.tensor(batch.ids, device=self.device)
@@ -119,13 +120,28 @@ class LocalBackend(Backend):
             values_1LX: Tensor = compute(ids_1L, cache=cache, **self._side_texts(request, ids_1L))
         return values_1LX
 
+    def _read_answers(self, batch: ForwardBatch) -> Tensor:
+        """The logits [B, L, V] at the last token of each answer and at those that are proposed after it."""
+        ids_BL, mask_BS = torch.tensor(batch.ids, device=self.device), None
+        if len(batch.requests) == 1:
+            cache = self.caches.of_one(batch.requests[0], ids_BL.shape[1])
+        else:
+            cache, mask_BS = self.caches.of_several(batch.requests, ids_BL.shape[1])
+        with self._adapted(batch.requests):
+            logits_BLV: Tensor = self.model(ids_BL, cache=cache, attention_mask=mask_BS)
+        return logits_BLV
+
     def _side_texts(self, request: int, ids_1L: Tensor) -> dict[str, Any]:
         """Arguments with the passages that the model reads beside these tokens."""
         return self._readers.setdefault(request, SideTextReader(self.model, self.beside)).after(ids_1L) if self.beside else {}
 
+    @torch.inference_mode()
+    def rewind(self, request: int, length: int) -> None:
+        self.caches.rewind(request, length)
+
     def retain(self, request: int) -> bool:
         """A cache can be shared where it holds keys and values, of which the last can be cut off."""
-        return self.caches.joins and hasattr(self.model.new_cache(0), "crop")
+        return self.can_verify
 
     @torch.inference_mode()
     def copy_prefix(self, request: int, retained: int, length: int) -> bool:

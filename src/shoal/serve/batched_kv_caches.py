@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.models.generation.kv_cache import mask_of_rows
@@ -14,11 +16,20 @@ SHORTEST = 16
 """Tokens that a text, or what two have in common, must have: to copy fewer is not worth it."""
 
 
-class _Joint(NamedTuple):
+_MOST_REMOVED = 64
+"""Columns of a joined cache that may be there only for tokens that were removed. Beyond that, the rows are copied without them."""
+
+
+@dataclass(eq=False)
+class _Joint:
     """A cache of several requests, which has a row for each. Rows of requests that have left it stay until it is forgotten."""
 
     members: tuple[int, ...]
     cache: Any
+    columns: int
+    """Tokens of each row, padding and removed tokens counted."""
+    real_BS: Tensor | None = None
+    """False at padding and at removed tokens. None: nothing was removed, so the rows' lengths say where padding is."""
 
 
 class KvCaches:
@@ -51,20 +62,51 @@ class KvCaches:
 
     def of_several(self, requests: Sequence[int], tokens: int) -> tuple[Any, Tensor | None]:
         """The joined cache of requests of which `tokens` tokens each are read next, and the mask with those tokens; None: no row is padded.
-        Either nothing of them was read before, or one token of each is read."""
-        cache = self._joined(tuple(requests))
+        Either nothing of them was read before, or new tokens of answers are read."""
+        joint = self._joined(tuple(requests))
+        self._trim(joint)
+        joint.columns += tokens
         for request in requests:
             self._lengths[request] = self.length(request) + tokens
+        if joint.real_BS is not None:
+            joint.real_BS = F.pad(joint.real_BS, (0, tokens), value=True)
+            return joint.cache, joint.real_BS.long()
         lengths = [self._lengths[request] for request in requests]
-        return cache, mask_of_rows(lengths, self.device) if cache.padded and len(set(lengths)) > 1 else None
+        return joint.cache, mask_of_rows(lengths, self.device) if joint.cache.padded and len(set(lengths)) > 1 else None
 
     def rewind(self, request: int, length: int) -> None:
         """Remove all tokens of a request after the first `length`."""
+        removed = self.length(request) - length
         if length == 0:
             self.release(request)
-        elif length < self.length(request):
-            self._own(request).crop(length)
+        elif removed > 0:
+            if request in self._alone or removed > _MOST_REMOVED:
+                self._own(request).crop(length)
+            else:
+                self._mark_removed(self._joints[request], request, removed)
             self._lengths[request] = length
+
+    def _mark_removed(self, joint: _Joint, request: int, count: int) -> None:
+        """The last tokens of a row stay in the joined cache, and the mask leaves them out: to copy the rows would cost more."""
+        if joint.real_BS is None:
+            joint.real_BS = torch.zeros(len(joint.members), joint.columns, dtype=torch.bool, device=self.device)
+            for row, member in enumerate(joint.members):
+                if self._joints.get(member) is joint:
+                    joint.real_BS[row, joint.columns - self._lengths[member] :] = True
+        real_S = joint.real_BS[joint.members.index(request)]
+        real_S[real_S.nonzero()[-count:, 0]] = False
+
+    def _trim(self, joint: _Joint) -> None:
+        """Cut off the last columns that have tokens of no row, and forget the mask where nothing removed is left."""
+        if joint.real_BS is None:
+            return
+        columns = int(joint.real_BS.any(0).nonzero()[-1]) + 1
+        if columns < joint.columns:
+            joint.cache.crop(columns)
+            joint.columns, joint.real_BS = columns, joint.real_BS[:, :columns]
+        lengths = [self._lengths[member] for member in joint.members]
+        if max(lengths) == columns and torch.equal(joint.real_BS, mask_of_rows(lengths, self.device).bool()):
+            joint.real_BS = None
 
     def copy_prefix(self, request: int, other: int, length: int) -> None:
         """A request begins with a copy of the first tokens of another one, whose cache stays as it is."""
@@ -87,27 +129,32 @@ class KvCaches:
             del self._joints[request]
         return self._alone[request]
 
-    def _joined(self, requests: tuple[int, ...]) -> Any:
+    def _joined(self, requests: tuple[int, ...]) -> _Joint:
         """One cache of all these requests. Their rows are copied where others were decoded with them before: it happens when a request
         comes or goes, and costs about as much as one token."""
         joint = self._joints.get(requests[0])
-        if joint is not None and joint.members == requests and all(self._joints.get(request) is joint for request in requests):
-            return joint.cache
-        if any(self.length(request) for request in requests):
+        longest = max(map(self.length, requests))
+        is_whole = joint is not None and joint.members == requests and all(self._joints.get(one) is joint for one in requests)
+        if joint is not None and is_whole and joint.columns - longest <= _MOST_REMOVED:
+            return joint
+        if longest:
             rows = [self._row(request) for request in requests]
-            joint = _Joint(requests, type(rows[0]).joined(rows))
+            joint = _Joint(requests, type(rows[0]).joined(rows), longest)
         else:
-            joint = _Joint(requests, self._new_cache(0))
+            joint = _Joint(requests, self._new_cache(0), 0)
         for request in requests:
             self._alone.pop(request, None)
             self._joints[request] = joint
-        return joint.cache
+        return joint
 
     def _row(self, request: int) -> Any:
         if request in self._alone:
             return self._alone[request]
         joint = self._joints[request]
-        return joint.cache.row(joint.members.index(request), self._lengths[request])
+        row = joint.members.index(request)
+        if joint.real_BS is None:
+            return joint.cache.row(row, self._lengths[request])
+        return joint.cache.row(row, joint.columns).select(joint.real_BS[row].nonzero()[:, 0])
 
 
 class _KeptText(NamedTuple):

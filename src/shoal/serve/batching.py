@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -31,6 +31,7 @@ from shoal.models.generation.decoding import (
 )
 from shoal.serve.batched_kv_caches import PrefixCache
 from shoal.serve.constraints import TokenConstraint, apply_constraints
+from shoal.serve.speculation import NO_PROPOSAL, Proposal, Proposer, Speculation
 
 _PREFILL_SHARE = 0.75
 """Prefill budget per decode step, as a share of decode time: a token then takes 1.75 times as long on the mean; twice is the goal. Where
@@ -44,7 +45,8 @@ _MOST_DEBT = 4.0
 
 
 class ForwardBatch(NamedTuple):
-    """Tokens for one forward pass: a chunk of one prompt, the rest of several prompts, or one token of each of several requests."""
+    """Tokens for one forward pass: a chunk of one prompt, the rest of several prompts, or one token of each of several requests, each with
+    as many proposed ones."""
 
     requests: tuple[int, ...]
     ids: tuple[tuple[int, ...], ...]
@@ -58,7 +60,7 @@ class ForwardBatch(NamedTuple):
     masks: tuple[Tensor | None, ...] = ()
     """The tokens that are allowed next, a bit for each, for such a backend; None: all."""
     output: PromptOutput | None = None
-    """What the result has at every token of one prompt, as [1, L, …]; None: it has the logits of the next tokens alone."""
+    """What the result has at every token of each row, as [B, L, …]; None: it has the logits of the next tokens alone."""
 
 
 PromptOutput = Literal["logits", "hidden"]
@@ -100,7 +102,9 @@ class Backend(Protocol):
     ragged: bool = False
     """Whether prompts of different lengths are read together."""
     gives_prompt_outputs: bool = False
-    """Whether it computes `ForwardBatch.output`."""
+    """Whether it computes `ForwardBatch.output` for prompts."""
+    can_verify: bool = False
+    """Whether it reads several tokens of each of several answers, gives the logits at each, and removes the wrong ones with `rewind`."""
 
     @property
     def microbatches(self) -> int:
@@ -119,6 +123,9 @@ class Backend(Protocol):
     def results(self) -> Iterator[tuple[ForwardBatch, Tensor | ChosenTokens | None]]:
         """Finished batches, with the logits [B, V] of the next tokens, or the tokens, where they are needed. Waits a moment where none is
         done."""
+
+    def rewind(self, request: int, length: int) -> None:
+        """Remove all tokens of a request after the first `length`. Called only where `can_verify`."""
 
     def retain(self, request: int) -> bool:
         """Keep the caches of an ended request for prompts that begin like it. False: they cannot be shared, and must be released."""
@@ -250,6 +257,23 @@ class GenerationJob:
     group: int = -1
     """The microbatch in which it is decoded; −1: none yet."""
     written: list[int] = field(default_factory=list)
+    proposal: Proposal = NO_PROPOSAL
+    """What is being verified."""
+    proposer: Proposer | None = None
+
+    def propose(self, most: int) -> Proposal:
+        """Propose at most `most` next tokens."""
+        if self.proposer is None:
+            self.proposer = Proposer(self.prompt_ids)
+        self.proposer.extend(self.written[len(self.proposer) - len(self.prompt_ids) :])
+        found = self.proposer.propose(min(most, self.max_tokens - len(self.written) - 1))
+        if found.tokens and self.constraint is not None:
+            return found._replace(tokens=found.tokens[: self.constraint.accepted(found.tokens)])
+        return found
+
+    def continues_as_proposed(self, position: int) -> bool:
+        """Whether the last token is the proposed one of this position."""
+        return self.proposal.tokens[position : position + 1] == (self.written[-1],)
 
 
 def probe_job(on_event: Callable[[JobEvent], bool], deadline: float) -> GenerationJob:
@@ -278,8 +302,9 @@ class BatchingEngine:
         clock: Callable[[], float],
         kept_tokens: int = 0,
         warn: Callable[[str], None] = lambda text: None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """`kept_tokens`: how many tokens of ended requests stay in the prefix cache."""
+        """`kept_tokens`: how many tokens of ended requests stay in the prefix cache. `speculation`: None: no tokens are proposed."""
         self.backend, self.most_running, self.most_waiting, self.clock, self._warn = backend, most_running, most_waiting, clock, warn
         self.arrived = threading.Condition()
         self.waiting: deque[GenerationJob] = deque()
@@ -289,7 +314,9 @@ class BatchingEngine:
         """When the last token went through the model."""
         self.tokens_read = 0
         self.tokens_reused = 0
+        self.tokens_proposed, self.tokens_accepted = 0, 0
         self.prefixes = PrefixCache(kept_tokens)
+        self.speculation = speculation if backend.can_verify else None
         self._cancelled: set[int] = set()
         self._next_number = 0
         self._prefill_budget = _PrefillBudget(backend.smallest_chunk, backend.largest_chunk)
@@ -358,14 +385,32 @@ class BatchingEngine:
         for group in _grouped(decoding, self.backend.microbatches):
             going = [job for job in group if job.started < job.max_tokens and not (job.constraint and job.pending and self.backend.ahead)]
             if going and not any(job.pending > self.backend.ahead for job in going):
-                ids = tuple((job.written[-1] if job.written else 0,) for job in going)
-                self._begin(ForwardBatch(tuple(job.number for job in going), ids, decodes=True), going)
+                self._begin(self._next_tokens(going), going)
         self._prefill_budget.set_load(sum(job.read < len(job.prompt_ids) for job in self.running), len(decoding))
         budget = self._prefill_budget.tokens() if decoding else self.backend.largest_chunk * self.backend.microbatches
         budget -= sum(job.reading for job in self.running)
         for job in self.running:
             while budget > 0 and job.read < len(job.prompt_ids):
                 budget -= self._read(job, min(budget, self.backend.largest_chunk))
+
+    def _next_tokens(self, jobs: list[GenerationJob]) -> ForwardBatch:
+        """The last token of each request, with proposed ones where that pays. Rows with fewer get zeros, which are removed."""
+        numbers = tuple(job.number for job in jobs)
+        last = tuple((job.written[-1] if job.written else 0,) for job in jobs)
+        if self.speculation is None:
+            return ForwardBatch(numbers, last, decodes=True)
+        for job in jobs:
+            job.proposal = job.propose(self.speculation.most)
+        longest = min(self.backend.longest - len(job.prompt_ids) - len(job.written) + 1 for job in jobs)
+        longest = min(longest, _NUMBERS_AT_ONCE // self.backend.vocab_size // len(jobs))
+        width = self.speculation.width([job.proposal for job in jobs], longest)
+        for job in jobs:
+            job.proposal = job.proposal._replace(tokens=job.proposal.tokens[: width - 1])
+        if width == 1:
+            return ForwardBatch(numbers, last, decodes=True)
+        filled = [(*job.proposal.tokens, *[0] * (width - 1 - len(job.proposal.tokens))) for job in jobs]
+        ids = tuple(one + more for one, more in zip(last, filled, strict=True))
+        return ForwardBatch(numbers, ids, decodes=True, output="logits")
 
     def _read(self, job: GenerationJob, budget: int) -> int:
         """Start to read at most `budget` tokens of a prompt, and of others. Return how many tokens that are."""
@@ -413,14 +458,19 @@ class BatchingEngine:
         by_number = {job.number: job for job in self.running}
         rows = [(by_number[number], row) for row, number in enumerate(batch.requests) if number in by_number]
         reads = any(job.reading for job, _ in rows)
+        verifies = batch.decodes and batch.output is not None
         for job, row in rows:
             job.pending -= 1
-            job.cached += len(batch.ids[row])
+            job.cached += 0 if verifies else len(batch.ids[row])
             job.reading -= len(batch.ids[row]) if reads else 0
+        if batch.decodes and self.speculation is not None:
+            self.speculation.observe(len(batch.requests), len(batch.ids[0]), self.clock() - start)
         if reads:
             self.tokens_read += sum(map(len, batch.ids))
         if isinstance(result, ChosenTokens):
             self._take_chosen(rows, result)
+        elif result is not None and verifies:
+            self._verify(rows, result)
         elif result is not None and batch.output is not None:
             self._collect([job for job, _ in rows], result, batch.needs_logits)
         elif result is not None and batch.needs_logits and rows:
@@ -445,6 +495,33 @@ class BatchingEngine:
                 logprob, others = chosen.logprobs[row]
                 generated = GeneratedToken(token, logprob, tuple(others[: job.top_logprobs]))
             self._take(job, generated)
+
+    def _verify(self, rows: list[tuple[GenerationJob, int]], logits_BLV: Tensor) -> None:
+        """Choose the next tokens one after the other, in each row for as long as they are the proposed ones. What was read of the others is
+        removed."""
+        going, accepted = rows, Counter[int]()
+        for position in range(logits_BLV.shape[1]):
+            for job, _ in going:
+                job.cached += 1
+            self._choose([job for job, _ in going], logits_BLV[[row for _, row in going], position])
+            running = {job.number for job in self.running}
+            going = [(job, row) for job, row in going if job.number in running and job.continues_as_proposed(position)]
+            accepted.update(job.number for job, _ in going)
+            if not going:
+                break
+        for job, _ in rows:
+            self._count(job, accepted[job.number])
+            if job.number in running:
+                job.started = len(job.written)
+                self.backend.rewind(job.number, job.cached)
+
+    def _count(self, job: GenerationJob, accepted: int) -> None:
+        """Count the proposed tokens that were verified."""
+        assert job.proposer is not None
+        proposed = len(job.proposal.tokens)
+        job.proposer.learn(job.proposal.match, accepted, min(proposed, accepted + 1))
+        self.tokens_proposed += proposed
+        self.tokens_accepted += accepted
 
     def _collect(self, jobs: list[GenerationJob], values_1LX: Tensor, is_last: bool) -> None:
         """Take what was computed at the tokens of a prompt. `is_last`: it was the last of its chunks."""
@@ -539,7 +616,10 @@ class BatchingEngine:
         """Keep the caches of a request that ended in order, as far as the prefix cache has capacity; release those of others."""
         unused = [job.number]
         settled = not job.pending or self.backend.ahead  # a step that was started ahead appends after the text
-        if reason in ("stop", "length") and settled and self.prefixes.most_tokens and self.backend.retain(job.number):
+        wanted = reason in ("stop", "length") and settled and self.prefixes.most_tokens > 0
+        if wanted and self.speculation is not None:
+            self.backend.rewind(job.number, job.cached)
+        if wanted and self.backend.retain(job.number):
             unused = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached], job.adapter)
         for number in unused:
             self.backend.release(number)

@@ -13,6 +13,7 @@ from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.paged_backend import local_backend
+from shoal.serve.speculation import Speculation
 
 
 class EngineThread(threading.Thread):
@@ -61,6 +62,7 @@ class LoadedModel:
             clock=time.monotonic,
             kept_tokens=settings.prefix_cache_tokens,
             warn=warn,
+            speculation=None if settings.proposed_tokens == 0 else Speculation(settings.proposed_tokens),
         )
         self.grammars = GrammarCompiler(served.tokenizer, served.eos_ids, self.engine.backend.vocab_size)
         self._thread = EngineThread(self.engine, warn)

@@ -62,7 +62,7 @@ class ModelState(NamedTuple):
     loaded: LoadedModel | None
     nbytes: int
     counts: Counter[str]
-    """Tokens that its earlier engines have read, reused and written."""
+    """Tokens that its earlier engines have read, reused, written, proposed and accepted."""
 
 
 class _Load:
@@ -280,6 +280,7 @@ class ModelPool:
         engine = loaded.engine
         loaded.stop()
         entry.counts.update(read=engine.tokens_read, reused=engine.tokens_reused, written=engine.tokens_written)
+        entry.counts.update(proposed=engine.tokens_proposed, accepted=engine.tokens_accepted)
         del loaded, engine
         gc.collect()
         if torch.cuda.is_available():

@@ -1,8 +1,18 @@
 """Inference: decoding, ports, limits."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from shoal.config.fields import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, PositiveShare, Secret, Section
+from shoal.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumberBounds,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Secret,
+    Section,
+)
 
 
 class Greedy(Section):
@@ -88,5 +98,9 @@ class Serving(Section):
     of one machine."""
     prefix_cache_tokens: NonNegativeInt = 4096
     """Tokens of finished requests that stay in the prefix cache: a prompt with the same beginning skips it. 0: no cache."""
+    proposed_tokens: Annotated[int, NumberBounds(at_least=0, at_most=16)] | None = None
+    """Most tokens that are proposed after the last one of an answer and verified in the same step (speculative decoding). What is proposed
+    followed where the last tokens occurred before, in the prompt or the answer; texts stay the same. Null: as many as save time, by what
+    steps took. 0: none."""
     request_timeout_s: PositiveFloat = 300.0
     """Time limit of a request, in seconds."""

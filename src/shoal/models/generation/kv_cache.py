@@ -71,6 +71,13 @@ class LayerCache:
         part.keys_and_values = [buffer[i : i + 1, :, self.length - length : self.length] for buffer in self.keys_and_values]
         return part
 
+    def select(self, columns: Tensor) -> LayerCache:
+        """The tokens of these numbers alone, as a copy."""
+        part = LayerCache(len(columns))
+        part.length = len(columns)
+        part.keys_and_values = [buffer[:, :, columns] for buffer in self.keys_and_values]
+        return part
+
     @classmethod
     def joined(cls, rows: Sequence[LayerCache]) -> LayerCache:
         """Several rows as one cache, padded on the left, with free capacity."""
@@ -103,7 +110,7 @@ class KeyValueCache:
         return self.layers[0].length
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens. Rows must not be padded."""
+        """Keep the first `length` tokens, padding counted."""
         for layer in self.layers:
             layer.length = length
 
@@ -111,6 +118,12 @@ class KeyValueCache:
         """The last tokens of one row, as a cache of its own."""
         made = type(self)(0, length)
         made.layers = [layer.row(i, length) for layer in self.layers]
+        return made
+
+    def select(self, columns: Tensor) -> Self:
+        """The tokens of these numbers alone, as a copy."""
+        made = type(self)(0, 0)
+        made.layers = [layer.select(columns) for layer in self.layers]
         return made
 
     @classmethod

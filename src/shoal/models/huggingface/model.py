@@ -42,6 +42,10 @@ class HuggingFaceCache:
             _filled([(keys[i : i + 1, :, -length:], values[i : i + 1, :, -length:]) for keys, values in self._layers()])
         )
 
+    def select(self, columns: Tensor) -> HuggingFaceCache:
+        """The tokens of these numbers alone, as a copy."""
+        return HuggingFaceCache(_filled([(keys[:, :, columns], values[:, :, columns]) for keys, values in self._layers()]))
+
     @classmethod
     def joined(cls, rows: Sequence[HuggingFaceCache]) -> HuggingFaceCache:
         layers = zip(*(row._layers() for row in rows), strict=True)

@@ -12,6 +12,8 @@ _TOTALS: tuple[tuple[str, str, str, Callable[[BatchingEngine], int]], ...] = (
     ("shoal_prompt_tokens_total", "read", "Tokens of prompts that the model has read.", lambda engine: engine.tokens_read),
     ("shoal_reused_tokens_total", "reused", "Tokens of prompts from the prefix cache.", lambda engine: engine.tokens_reused),
     ("shoal_written_tokens_total", "written", "Tokens that were generated.", lambda engine: engine.tokens_written),
+    ("shoal_proposed_tokens_total", "proposed", "Proposed tokens that the model has verified.", lambda engine: engine.tokens_proposed),
+    ("shoal_accepted_tokens_total", "accepted", "Proposed tokens that were right.", lambda engine: engine.tokens_accepted),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[BatchingEngine], int]], ...] = (
     ("shoal_kept_tokens", "Tokens in the prefix cache.", lambda engine: engine.prefixes.tokens),
