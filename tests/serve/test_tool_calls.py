@@ -232,7 +232,7 @@ def parsed(form: str, folder: Path, text: str, cuts: list[int], most: int | None
         for one in found:
             if one.name is not None:
                 calls.append([one.name, ""])
-            calls[one.index][1] += one.arguments
+            calls[one.number][1] += one.arguments
     return words, calls
 
 

@@ -20,7 +20,7 @@ _LETTERS = string.ascii_letters + string.digits
 class CallPiece(NamedTuple):
     """A part of a call, in the order in which it is written: first id and name, then the arguments."""
 
-    index: int
+    number: int
     arguments: str = ""
     id: str | None = None
     """Only in the first piece of a call."""

@@ -371,9 +371,9 @@ def _whole_calls(deltas: Sequence[TextDelta]) -> list[CompleteCall]:
     pieces = [piece for delta in deltas for piece in delta.calls]
     texts: dict[int, str] = {}
     for piece in pieces:
-        texts[piece.index] = texts.get(piece.index, "") + piece.arguments
+        texts[piece.number] = texts.get(piece.number, "") + piece.arguments
     return [
-        CompleteCall(id=one.id, type="function", function=CalledFunction(name=one.name, arguments=texts[one.index]))
+        CompleteCall(id=one.id, type="function", function=CalledFunction(name=one.name, arguments=texts[one.number]))
         for one in pieces
         if one.id is not None and one.name is not None
     ]
@@ -383,7 +383,7 @@ def _call_deltas(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
     """The parts of calls in one chunk, those of one call joined."""
     found: dict[int, dict[str, Any]] = {}
     for piece in pieces:
-        part = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        part = found.setdefault(piece.number, {"index": piece.number, "function": {"arguments": ""}})
         if piece.name is not None:
             part |= {"id": piece.id, "type": "function"}
             part["function"] = {"name": piece.name, **part["function"]}
