@@ -8,7 +8,7 @@ import torch
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.packed import products
+from shoal.models.packed import compiled, products
 from shoal.models.packed.formats import KINDS, PackedShape, kind_for, packed, unpacked
 from shoal.models.packed.layers import PackedLinear, arranged, byte_count, checked_kinds, number_count
 from shoal.models.packed.model import PackedModel, joint_kind, kinds_of
@@ -43,15 +43,57 @@ def test_int4_gives_back_what_sixteen_even_steps_can_say():
     assert torch.equal(unpacked_whole(packed(weight, "int4"), PackedShape("int4", 3, 32)), weight)
 
 
+SHAPES = {"fp16": (64, 96), "bf16": (64, 96), "int8": (7, 94), "int4": (20, 96)}
+"""Rows that are no multiple of what kernels compute together, and columns that are none, where the kind has any."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_way_computes_the_product_with_the_unpacked_matrix(kind):
-    shape, x = PackedShape(kind, 64, 96), torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
-    raw = packed(matrix(), kind)
-    wanted = x.double() @ unpacked_whole(raw, shape).double().t()
-    for way in {products.UNPACKED, products.way_for(shape, CPU)}:
-        found = way.multiply(x, way.arranged(raw, shape), shape)
-        error = (found.double() - wanted).abs() / wanted.abs().amax(0)
-        assert error.max() <= (1e-4 if kind == "int8" else 2**-7)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 65])
+def test_every_way_computes_the_product_with_the_unpacked_matrix(kind, rows):
+    for size in (SHAPES[kind], (64, 96)):
+        shape, x = PackedShape(kind, *size), torch.randn(rows, size[1], generator=torch.Generator().manual_seed(2))
+        raw = packed(matrix(*size), kind)
+        weight = unpacked_whole(raw, shape).double()
+        wanted = x.double() @ weight.t()
+        for way in [products.UNPACKED, *filter(lambda way: products._is_right(way, x, raw, shape), products._ways(shape))]:
+            error = (way.multiply(x, way.arranged(raw, shape), shape).double() - wanted).abs() / (x.norm(dim=1).max() * weight.norm(dim=1))
+            exact = kind == "int8" or way.multiply is compiled.multiply_compiled
+            assert error.max() <= (1e-4 if exact else 2**-8)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_compiled_product_is_used_where_there_is_a_compiler(kind):
+    if compiled._library() is None:
+        pytest.skip("no C compiler here")
+    shape = PackedShape(kind, 64, 2080)
+    raw, x = packed(matrix(64, 2080), kind), torch.randn(3, 2080, generator=torch.Generator().manual_seed(3)) * 1e3
+    way = products._COMPILED_INT8 if kind == "int8" else products._COMPILED_INT4
+    assert products._is_right(way, x, raw, shape)
+    arranged_bytes = way.arranged(raw, shape)
+    alone = torch.cat([way.multiply(row[None], arranged_bytes, shape) for row in x])
+    assert torch.equal(way.multiply(x, arranged_bytes, shape), alone)
+    x[0, 0], x[1, 1] = float("nan"), float("inf")
+    assert way.multiply(x, arranged_bytes, shape).isfinite().all(1).tolist() == [False, False, True]
+
+
+def test_the_compiled_product_sums_the_largest_numbers_without_overflow():
+    if compiled._library() is None:
+        pytest.skip("no C compiler here")
+    x, weight = torch.full((2, 10_000), 3.0), torch.full((4, 10_000), 2.0)
+    found = compiled.multiply_compiled(x, packed(weight, "int8"), PackedShape("int8", 4, 10_000))
+    assert found.sub(60_000).abs().max() <= 60
+
+
+def test_without_a_compiler_torch_computes_the_products(monkeypatch):
+    monkeypatch.setattr(compiled, "_library", lambda: None)
+    shape = PackedShape("int4", 48, 64)
+    assert products._fastest.__wrapped__(shape, 1) != products._COMPILED_INT4
+
+
+def test_a_compiler_that_fails_leaves_no_library(tmp_path):
+    place = tmp_path / "made.so"
+    assert compiled._compiled(place, "false", ()) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_way_that_computes_something_else_here_is_not_used():

@@ -1,9 +1,10 @@
 """Products with packed matrices. For each shape the fastest of those that compute right on this machine is chosen by measurement.
 
-fp16, bf16 and int4 round the inputs and the outputs of a product to half precision (int4: bf16). int8 computes with integers, which no
-order of sums changes: each row of the input is rounded to 15 bits, as two rows of 8 bits. Other machines unpack a block of rows at a time.
+fp16 and bf16 round the inputs and the outputs of a product to half precision. int8 and int4 compute with integers, which no order of sums
+changes, where `compiled.py` finds a C compiler: each row of the input is rounded to 16 bits. Without one torch computes int8 in the same
+way, with two rows of 8 bits, and int4 with inputs and outputs rounded to bf16. Other machines unpack a block of rows at a time.
 
-Holds: ways of one kind round alike, and a row's result does not depend on the other rows, both up to the order of sums in float32.
+Holds: a row's result does not depend on the other rows, up to the order of sums in float32.
 
 Shapes: M rows of the input, N outputs, D inputs, X bytes.
 """
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.models.packed.compiled import arranged_int4, can_multiply, multiply_compiled
 from shoal.models.packed.formats import GROUP, HALF, PackedShape, codes_and_scales, packed, unpacked
 
 _ROWS, _TIMES = (1, 8), 3
@@ -29,6 +31,8 @@ _TOLERANCE = 0.02
 """Most by which a way may differ from the unpacked product, of its largest output; more is a wrong result and no rounding."""
 _LOW = 254
 """Second eight bits of an input: in units of 1 / 254 of those of the first."""
+_MOST_COMPILED = 8
+"""Rows up to which products in int8 by `products.c` are faster than torch's."""
 _KERNEL_ROWS, _BLOCK = 16, 64
 """torch's product in 4 bits takes multiples of 16 outputs, and stores them in blocks of at most 64."""
 
@@ -89,10 +93,16 @@ def _multiply_int4(x_MD: Tensor, raw_X: Tensor, shape: PackedShape) -> Tensor:
     return product
 
 
+def _multiply_int8(x_MD: Tensor, raw_X: Tensor, shape: PackedShape) -> Tensor:
+    return (multiply_compiled if len(x_MD) <= _MOST_COMPILED else _multiply_integers)(x_MD, raw_X, shape)
+
+
 UNPACKED = ProductWay(_as_packed, _multiply_unpacked)
 _HALF = ProductWay(_as_packed, _multiply_half)
 _INTEGERS = ProductWay(_as_packed, _multiply_integers)
 _INT4 = ProductWay(_arranged_int4, _multiply_int4)
+_COMPILED_INT8 = ProductWay(_as_packed, _multiply_int8)
+_COMPILED_INT4 = ProductWay(arranged_int4, multiply_compiled)
 
 
 def way_for(shape: PackedShape, device: torch.device) -> ProductWay:
@@ -105,9 +115,7 @@ def way_for(shape: PackedShape, device: torch.device) -> ProductWay:
 @cache
 def _fastest(shape: PackedShape, threads: int) -> ProductWay:
     """`threads`: another number of threads is measured anew."""
-    ways = [_HALF] if shape.kind in HALF else [_INTEGERS] if shape.kind == "int8" else []
-    if shape.kind == "int4" and shape.rows % _KERNEL_ROWS == 0:
-        ways = [_INT4]
+    ways = _ways(shape)
     part = shape._replace(rows=min(shape.rows, max(_BLOCK, _MOST_MEASURED // shape.columns // _BLOCK * _BLOCK)))
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -115,6 +123,15 @@ def _fastest(shape: PackedShape, threads: int) -> ProductWay:
         inputs = [torch.randn(rows, shape.columns) for rows in _ROWS]
         right = [way for way in ways if _is_right(way, inputs[-1], raw_X, part)]
         return min([*right, UNPACKED], key=lambda way: _seconds(way, inputs, raw_X, part)) if right else UNPACKED
+
+
+def _ways(shape: PackedShape) -> list[ProductWay]:
+    """Ways that may be faster than to unpack the matrix."""
+    if shape.kind in HALF:
+        return [_HALF]
+    if shape.kind == "int8":
+        return [_INTEGERS, _COMPILED_INT8]
+    return [*([_INT4] if shape.rows % _KERNEL_ROWS == 0 else []), *([_COMPILED_INT4] if can_multiply(shape) else [])]
 
 
 def _is_right(way: ProductWay, x_MD: Tensor, raw_X: Tensor, shape: PackedShape) -> bool:
