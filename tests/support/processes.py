@@ -16,6 +16,19 @@ from shoal.launch import forkserver
 from tests.support.eventually import HANG_S
 
 
+LOADED_ONCE = (
+    "shoal.cli.train",
+    "shoal.cli.coordinate",
+    "shoal.launch.run_database",
+    "shoal.reporters.sinks",
+    "shoal.runs.export",
+    "shoal.transports.postgres",
+    "PIL.ImageDraw",
+    "PIL.PngImagePlugin",
+)
+"""What many processes of tests need: the fork server loads it for all of them."""
+
+
 class Command:
     """A Python process as `subprocess.Popen` would start it, with pipes to read from. The fork server starts it."""
 
@@ -25,7 +38,7 @@ class Command:
         """`errors`: give standard error a pipe of its own."""
         reading, writing = os.pipe()
         other, second = os.pipe() if errors else (-1, writing)
-        self.process = forkserver.start(arguments, stdout=writing, stderr=second, cwd=folder, env=env)
+        self.process = forkserver.start(arguments, stdout=writing, stderr=second, cwd=folder, env=env, loads=LOADED_ONCE)
         for descriptor in {writing, second}:
             os.close(descriptor)
         self.stdout: IO[str] = os.fdopen(reading, encoding="utf-8", errors="replace")

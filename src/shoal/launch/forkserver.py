@@ -34,6 +34,8 @@ from shoal.process_title import set_title
 
 _LOADED = (
     "torch.distributed",
+    "numpy.random",
+    "cryptography.hazmat.primitives.asymmetric.ed25519",
     "zmq",
     "safetensors.torch",
     "shoal.cli.main",
@@ -41,7 +43,7 @@ _LOADED = (
     "shoal.runs.worker_run",
     "shoal.runs.build_run",
     "shoal.runs.coordinator_setup",
-    "shoal.transports.zeromq",
+    "shoal.transports.zeromq.tunnel",
     "shoal.launch.start",
     "shoal.reporters.progress",
 )
