@@ -15,7 +15,6 @@ from shoal.cli.main import main
 from shoal.launch import forkserver
 from tests.support.eventually import HANG_S
 
-
 LOADED_ONCE = (
     "shoal.cli.train",
     "shoal.cli.coordinate",
