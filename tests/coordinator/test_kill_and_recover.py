@@ -12,12 +12,12 @@ from tests.support.kill_and_recover import Victims, audit
 
 pytestmark = pytest.mark.whole
 
-STEPS = 1500
+STEPS, SLOWDOWN = 800, 3.0
 """The last kill is due at version 450: what comes after it takes longer than this process may stand still."""
 
 
 def test_a_run_survives_the_death_of_its_processes(tmp_path: Path) -> None:
-    victims = Victims(tmp_path, "{kind: async, contributions_per_update: 2}", steps=STEPS, workers=2)
+    victims = Victims(tmp_path, "{kind: async, contributions_per_update: 2}", steps=STEPS, workers=2, slowdown=SLOWDOWN)
     try:
         victims.start_workers()
         assert sum(1 for _ in victims.killing(6, random.Random(4), until=540 / STEPS)) == 6

@@ -12,24 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.data import Loader
-from shoal.data import Samples, ShardFeed
+from shoal.data import ShardFeed
 from shoal.errors import ShoalError
-
-
-class Numbers(Samples):
-    """Each sample is its own number."""
-
-    def __init__(self, count: int, broken: int | None = None) -> None:
-        self.count, self.broken = count, broken
-
-    def __len__(self) -> int:
-        return self.count
-
-    def batch(self, indices: Any) -> dict[str, torch.Tensor]:
-        index = torch.as_tensor(indices)
-        if self.broken is not None and self.broken in index:
-            raise ShoalError(f"sample {self.broken} is broken")
-        return {"number": index}
+from tests.support.numbered_samples import Numbers
 
 
 def numbers(feed: ShardFeed, batches: int) -> list[list[int]]:

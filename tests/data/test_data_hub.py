@@ -147,7 +147,7 @@ def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, 
         whole.append(next(first)["input_ids"].tolist())
     assert first.epoch == 1
     first.close()
-    for at in (17, 29) if workers else (3, 17, 29, 31):
+    for at in (29,) if workers else (3, 17, 29, 31):
         second = feed()
         second.load_state_dict(states[at])
         assert [batch["input_ids"].tolist() for batch in islice(second, 10)] == whole[at : at + 10]

@@ -84,14 +84,22 @@ class Victims:
     """A run whose processes may be killed at any moment."""
 
     def __init__(
-        self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "", learns: str = DIGITS, transport: str = "zmq"
+        self,
+        folder: Path,
+        strategy: str,
+        steps: int,
+        workers: int = 3,
+        more: str = "",
+        learns: str = DIGITS,
+        transport: str = "zmq",
+        slowdown: float = 1.0,
     ) -> None:
         self.folder, self.run = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "digits.yaml"
         settings = {"learns": learns.replace("STEPS", str(steps)), "transport": transport, "workers": workers, "strategy": strategy}
         self.config.write_text(CONFIG.format(**settings) + more)
-        self.steps = steps
+        self.steps, self.slowdown = steps, slowdown
         self.names = [f"w{number}" for number in range(1, workers + 1)]
         self.workers: dict[str, Child] = {}
         self.receipts_before: dict[str, int] = {}
@@ -120,6 +128,7 @@ class Victims:
         self.receipts_before[name] = self.receipts(name)
         path = str(self.run / "workers" / f"{name}.jsonl")
         arguments = ["join", "--stdin", "--name", name, "--receipts", path, "--patience", "60"]
+        arguments += ["--slowdown", str(self.slowdown)]
         self.workers[name] = Child(arguments, self.folder / f"{name}.log", json.dumps(self.invitation))
 
     def receipts(self, name: str) -> int:
