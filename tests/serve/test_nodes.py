@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from shoal.config.schema.cluster import Zmq
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
+from shoal.serve import batching
+from shoal.serve.api.embedding import HiddenStateMean
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob
+from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, PromptLogprobs
 from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
 from shoal.serve.nodes.messages import Endpoint
@@ -177,6 +180,33 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
         assert not engine.backend._active
         assert not engine.backend._in_flight
+
+
+@pytest.mark.parametrize("kind", ["gpt", "qwen2"])
+def test_the_tokens_of_prompts_are_scored_over_machines(kind, monkeypatch):
+    """In chunks of 8 tokens; in the middle of it a machine is lost."""
+    monkeypatch.setattr(batching, "_NUMBERS_AT_ONCE", 8 * VOCABULARY)
+    model, described = make(kind)
+    with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
+        split_evenly(engine, 3)
+        lost = next(stage.name for stage in engine.backend.placement.current.stages if stage.name != SERVER_NODE)
+        collectors, heard = [PromptLogprobs(prompt, 1) for prompt in PROMPTS], [Heard() for _ in PROMPTS]
+        means = [HiddenStateMean(pooling) for pooling in ("mean", "last")]
+        for prompt, collector, one in zip(PROMPTS, collectors, heard, strict=True):
+            engine.submit(replace(job(prompt, one, 3), collector=collector))
+        engine.submit(*(replace(job(PROMPTS[3], Heard(), 0), collector=mean) for mean in means))
+        eventually(lambda: engine.step() or len(collectors[3].found) > 8)
+        machines.unplug(lost, engine.backend.node_server)
+        finish(engine)
+        assert [one.tokens for one in heard] == alone(model, PROMPTS, [3] * 4)
+    with torch.no_grad():
+        for prompt, collector in zip(PROMPTS, collectors, strict=True):
+            logprobs_LV = model(torch.tensor([prompt]))[0].double().log_softmax(-1)
+            expected = [logprobs_LV[at, token].item() for at, token in enumerate(prompt[1:])]
+            assert [one.logprob for one in collector.found[1:]] == pytest.approx(expected, abs=1e-4)
+        hidden_LD = model.hidden(torch.tensor([PROMPTS[3]]))[0].double()
+    for mean, expected_D in zip(means, (hidden_LD.mean(0), hidden_LD[-1]), strict=True):
+        assert mean.embedding() == pytest.approx((expected_D / expected_D.norm()).tolist(), abs=1e-5)
 
 
 def test_layers_that_go_evenly_go_to_slow_machines_and_to_late_ones():

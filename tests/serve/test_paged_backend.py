@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from shoal.models.generation.decoding import LogitPenalties, Warp
+from shoal.serve import batching
+from shoal.serve.api.embedding import HiddenStateMean
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.batching import Backend, BatchingEngine, PromptLogprobs
 from shoal.serve.paged_backend import PagedBackend
 from tests.serve.test_batching import VOCABULARY, Heard, finish, job, make_model
 
@@ -64,6 +66,55 @@ def test_pages_change_no_token_and_no_probability(kind):
         assert [likely for _, likely in ours.told] == [likely for _, likely in theirs.told]
         assert [p for p, _ in ours.told] == pytest.approx([p for p, _ in theirs.told], abs=1e-5)
     assert any(one.told for one in found)
+
+
+SCORED = [[5, 6], [*range(1, 31)], [8], [3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_the_tokens_of_prompts_have_the_probabilities_of_a_plain_backend(tokens, monkeypatch):
+    """Chunks of 12 tokens, beside a request that decodes, which is heard as if it were alone."""
+    monkeypatch.setattr(batching, "_NUMBERS_AT_ONCE", 12 * VOCABULARY)
+    monkeypatch.setattr(PagedBackend, "smallest_chunk", 4)
+    model, found = make_model("rotary"), []
+    for one in (engine(LocalBackend(model)), paged(model)):
+        collectors, heard = [PromptLogprobs(ids, 2) for ids in SCORED], [Listening() for _ in range(5)]
+        one.submit(job([7, 7], heard[4], 25))
+        one.step()
+        for ids, collector, listener in zip(SCORED, collectors, heard, strict=False):
+            one.submit(job(ids, listener, tokens, collector=collector, top_logprobs=2))
+        finish(one)
+        found.append((collectors, heard))
+    (plain, theirs), (ours, mine) = found
+    assert [one.tokens for one in mine] == [one.tokens for one in theirs]
+    assert [len(one.tokens) for one in mine] == [tokens] * 4 + [25]
+    for expected, collector in zip(plain, ours, strict=True):
+        assert [one.token for one in collector.found] == [one.token for one in expected.found]
+        assert [one.logprob for one in collector.found[1:]] == pytest.approx([one.logprob for one in expected.found[1:]], abs=1e-5)
+        assert [[other.token for other in one.others] for one in collector.found] == [
+            [other.token for other in one.others] for one in expected.found
+        ]
+
+
+def test_paged_caches_give_the_embeddings_of_a_plain_backend():
+    model, found = make_model("learned"), []
+    for one in (engine(LocalBackend(model)), paged(model)):
+        means = [HiddenStateMean(pooling) for pooling in ("mean", "last")]
+        one.submit(*(job([*range(30)], Heard(), 0, collector=mean) for mean in means))
+        finish(one)
+        found.append([mean.embedding() for mean in means])
+    assert found[1] == [pytest.approx(vector, abs=1e-6) for vector in found[0]]
+
+
+def test_damaged_weights_end_a_request_for_probabilities():
+    model, heard = make_model("learned"), Heard()
+    with torch.no_grad():
+        model.token_embedding.weight[7] = torch.nan
+    model.output = torch.nn.Linear(24, VOCABULARY, bias=False).double()
+    one = paged(model)
+    one.submit(job([1, 7, 2], heard, 3, collector=PromptLogprobs([1, 7, 2], 1)))
+    finish(one)
+    assert (heard.end, heard.tokens) == ("not_finite", [])
 
 
 def test_a_token_that_ends_texts_ends_them_where_it_would():

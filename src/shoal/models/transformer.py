@@ -377,9 +377,14 @@ class Trunk(nn.Module):
     def output_weight(self) -> Tensor:
         return self.token_embedding.weight if self.output is None else self.output.weight
 
+    def last_hidden(self, x_BLD: Tensor) -> Tensor:
+        """The last hidden states, as `hidden` gives them, from the residual stream after the last layer."""
+        found_BLD: Tensor = self.norm(x_BLD)
+        return found_BLD
+
     def logits(self, x_BLD: Tensor) -> Tensor:
         """Logits [B, L, V] from the residual stream after the last layer."""
-        return self.project(self.norm(x_BLD))
+        return self.project(self.last_hidden(x_BLD))
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""

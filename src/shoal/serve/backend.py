@@ -42,7 +42,6 @@ class LocalBackend(Backend):
     """The whole model on this machine."""
 
     microbatches = 1
-    gives_prompt_outputs = True
 
     def __init__(self, model: Any, beside: SideTexts | None = None, adapters: BatchedLora | None = None) -> None:
         """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one. `adapters`:

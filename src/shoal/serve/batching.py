@@ -101,8 +101,6 @@ class Backend(Protocol):
     """Tokens of prompts that are read at once where no request waits for a token meanwhile."""
     ragged: bool = False
     """Whether prompts of different lengths are read together."""
-    gives_prompt_outputs: bool = False
-    """Whether it computes `ForwardBatch.output` for prompts."""
     can_verify: bool = False
     """Whether it reads several tokens of each of several answers, gives the logits at each, and removes the wrong ones with `rewind`."""
 
@@ -121,8 +119,8 @@ class Backend(Protocol):
         """Begin a forward pass. Batches of one request are read in the order in which they were started."""
 
     def results(self) -> Iterator[tuple[ForwardBatch, Tensor | ChosenTokens | None]]:
-        """Finished batches, with the logits [B, V] of the next tokens, or the tokens, where they are needed. Waits a moment where none is
-        done."""
+        """Finished batches, with the logits [B, V] of the next tokens, the output at all tokens [B, L, …], or the tokens, where they are
+        needed. Waits a moment where none is done."""
 
     def rewind(self, request: int, length: int) -> None:
         """Remove all tokens of a request after the first `length`. Called only where `can_verify`."""
@@ -205,6 +203,8 @@ class ChosenTokens(NamedTuple):
     """−1 where the logits were not finite."""
     logprobs: list[tuple[float, list[TokenLogprob]]] | None
     """Of each token, and of the most likely ones; None: no request needs them."""
+    values_1LX: Tensor | None = None
+    """The batch's output at all tokens, where there is one. Then more of the prompt may follow, and no token is chosen yet."""
 
 
 EndReason = Literal["stop", "length", "timeout", "cancelled", "failed", "not_finite", "grammar"]
@@ -390,7 +390,8 @@ class BatchingEngine:
         budget = self._prefill_budget.tokens() if decoding else self.backend.largest_chunk * self.backend.microbatches
         budget -= sum(job.reading for job in self.running)
         for job in self.running:
-            while budget > 0 and job.read < len(job.prompt_ids):
+            # A collector takes the chunks of a prompt in their order, and reports of machines may come in another
+            while budget > 0 and job.read < len(job.prompt_ids) and not (job.collector and job.reading):
                 budget -= self._read(job, min(budget, self.backend.largest_chunk))
 
     def _next_tokens(self, jobs: list[GenerationJob]) -> ForwardBatch:
@@ -467,12 +468,12 @@ class BatchingEngine:
             self.speculation.observe(len(batch.requests), len(batch.ids[0]), self.clock() - start)
         if reads:
             self.tokens_read += sum(map(len, batch.ids))
-        if isinstance(result, ChosenTokens):
-            self._take_chosen(rows, result)
-        elif result is not None and verifies:
+        if isinstance(result, Tensor) and verifies:
             self._verify(rows, result)
-        elif result is not None and batch.output is not None:
+        elif batch.output is not None and result is not None:
             self._collect([job for job, _ in rows], result, batch.needs_logits)
+        elif isinstance(result, ChosenTokens):
+            self._take_chosen(rows, result)
         elif result is not None and batch.needs_logits and rows:
             whole = len(rows) == len(batch.requests)
             self._choose([job for job, _ in rows], result if whole else result[[row for _, row in rows]])
@@ -523,10 +524,12 @@ class BatchingEngine:
         self.tokens_proposed += proposed
         self.tokens_accepted += accepted
 
-    def _collect(self, jobs: list[GenerationJob], values_1LX: Tensor, is_last: bool) -> None:
+    def _collect(self, jobs: list[GenerationJob], result: Tensor | ChosenTokens, is_last: bool) -> None:
         """Take what was computed at the tokens of a prompt. `is_last`: it was the last of its chunks."""
+        values_1LX = result.values_1LX if isinstance(result, ChosenTokens) else result
         for job in jobs:
             assert job.collector is not None
+            assert values_1LX is not None
             try:
                 job.collector.add(values_1LX[0])
             except NotFiniteError as problem:
@@ -536,6 +539,8 @@ class BatchingEngine:
             if is_last and job.max_tokens == 0:
                 self.wrote_at = self.clock()
                 self._end(job, "length")
+            elif is_last and isinstance(result, ChosenTokens):
+                self._take_chosen([(job, 0)], result)
             elif is_last:
                 self._choose([job], values_1LX[:, -1])
 

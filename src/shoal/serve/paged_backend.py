@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.models.generation.decoding import NO_PENALTIES
 from shoal.models.generation.paged_cache import PAGE
-from shoal.models.generation.paged_decoding import MOST_READ, READ_RUNGS, PagedDecoder, StepChoices, StepKind, can_page
+from shoal.models.generation.paged_decoding import MOST_READ, READ_RUNGS, PagedDecoder, StepChoices, StepKind, can_page, computing
 from shoal.models.generation.side_texts import SideTexts
 from shoal.serve.backend import LONGEST_UNBOUNDED, LocalBackend, machine_entry, refuse_unserved
 from shoal.serve.batching import Backend, ChosenTokens, ForwardBatch, GenerationJob, MachineEntry, TokenLogprob, moving_average
@@ -34,6 +34,8 @@ class _InFlight(NamedTuple):
     """Where its results are copied to; None: more of the prompt follows."""
     done: Any
     """The event after the copies; None: they are there."""
+    x_1LD: Tensor | None
+    """The residual stream at all tokens, on the device; None: the batch has no output there."""
 
 
 class PagedBackend(Backend):
@@ -83,27 +85,28 @@ class PagedBackend(Backend):
         if batch.needs_logits:
             self.decoder.mask(slots, batch.masks)
         if batch.decodes:
-            result: StepChoices | None = self.decoder.step(slots, batch.draws, kind)
+            result, x_1LD = self.decoder.step(slots, batch.draws, kind), None
         else:
-            result = self.decoder.read(slots, batch.ids, batch.draws if batch.needs_logits else None, kind)
-        self._in_flight.append(self._copied(batch, result))
+            given = slots, batch.ids, batch.draws if batch.needs_logits else None, kind
+            result, x_1LD = self.decoder.read_whole(*given) if batch.output else (self.decoder.read(*given), None)
+        self._in_flight.append(self._copied(batch, result, x_1LD))
         self._starts = True
 
-    def _copied(self, batch: ForwardBatch, result: StepChoices | None) -> _InFlight:
+    def _copied(self, batch: ForwardBatch, result: StepChoices | None, x_1LD: Tensor | None) -> _InFlight:
         """Copy the results to the CPU, without waiting for them."""
         given = [] if result is None else [result.tokens_R, *(result.likely or ())]
         if self.device.type != "cuda":
-            return _InFlight(batch, None if result is None else [one.clone() for one in given], None)
+            return _InFlight(batch, None if result is None else [one.clone() for one in given], None, x_1LD)
         copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in given]
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
-        return _InFlight(batch, None if result is None else copies, done)
+        return _InFlight(batch, None if result is None else copies, done, x_1LD)
 
     def results(self) -> Iterator[tuple[ForwardBatch, ChosenTokens | None]]:
         """Finished batches. The last one that was started stays under way, unless nothing was started after it."""
         left, self._starts = self.ahead if self._starts else 0, False
         while len(self._in_flight) > left:
-            batch, copies, done = self._in_flight.popleft()
+            batch, copies, done, x_1LD = self._in_flight.popleft()
             if done is not None:
                 done.synchronize()
             now = time.perf_counter()
@@ -111,7 +114,14 @@ class PagedBackend(Backend):
             if batch.decodes:
                 self.token_s = moving_average(self.token_s, min(now - self._last, 1.0))
             self._last = now
-            yield batch, None if copies is None else _chosen(copies)
+            chosen = None if copies is None else _chosen(copies)
+            yield batch, chosen if x_1LD is None else (chosen or ChosenTokens([], None))._replace(values_1LX=self._output(batch, x_1LD))
+
+    def _output(self, batch: ForwardBatch, x_1LD: Tensor) -> Tensor:
+        """The batch's output at all tokens. It is computed only now, so that there are logits of one batch at a time."""
+        with computing(self.model):
+            values_1LX: Tensor = self.model.last_hidden(x_1LD) if batch.output == "hidden" else self.model.logits(x_1LD)
+        return values_1LX
 
     def discard_pending(self) -> None:
         if self.device.type == "cuda":

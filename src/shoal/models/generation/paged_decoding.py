@@ -201,13 +201,27 @@ class PagedDecoder:
     def read(self, slots: Sequence[int], ids: Sequence[Sequence[int]], draws: Sequence[float] | None, kind: StepKind) -> StepChoices | None:
         """Append tokens to texts. `draws`: choose the next tokens; None: more of these prompts follows."""
         last = [torch.empty(0)] * len(slots)
+        for index, x_LD in self._read_pieces(slots, ids):
+            last[index] = x_LD[-1]
+        return None if draws is None else self._choose_first(slots, last, draws, kind)
+
+    def read_whole(
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], draws: Sequence[float] | None, kind: StepKind
+    ) -> tuple[StepChoices | None, Tensor]:
+        """The same for one text. Also the residual stream [1, L, D] after all layers at these tokens, which no later step overwrites."""
+        x_LD = torch.cat([x_TD for _, x_TD in self._read_pieces(slots, ids)])
+        return None if draws is None else self._choose_first(slots, [x_LD[-1]], draws, kind), x_LD[None]
+
+    def _read_pieces(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
+        """Append tokens to texts: the number of a text, and the residual stream at some of its tokens."""
         for pieces in self._pieces(slots, ids):
             x_1TD = self._read(pieces)
             for index, slot, _, first, taken in pieces:
-                last[index] = x_1TD[0, first + len(taken) - 1]
                 self.held[slot] += len(taken)
-        if draws is None:
-            return None
+                yield index, x_1TD[0, first : first + len(taken)]
+
+    def _choose_first(self, slots: Sequence[int], last: Sequence[Tensor], draws: Sequence[float], kind: StepKind) -> StepChoices:
+        """Choose the tokens after the texts from the residual stream at their last ones."""
         rows_B = self._sent(slots, torch.long)
         with computing(self.model):
             self.state.lengths_N[rows_B] = self._sent([self.held[slot] - 1 for slot in slots], torch.long)

@@ -140,13 +140,22 @@ class HuggingFaceEnds(nn.Module):
             self._stub.stops = False
         raise AssertionError("the model did not come to its first layer")
 
+    def last_hidden(self, x_BLD: Tensor) -> Tensor:
+        """The last hidden states, which the output matrix reads, from the residual stream after the last layer."""
+        hidden_BLD: Tensor = self._after(self.inner.get_decoder(), x_BLD).last_hidden_state
+        return hidden_BLD
+
     def logits(self, x_BLD: Tensor) -> Tensor:
+        logits_BLV: Tensor = self._after(self.inner, x_BLD).logits
+        return logits_BLV
+
+    def _after(self, part: Any, x_BLD: Tensor) -> Any:
+        """What a part of the model computes where this residual stream comes out of its last layer."""
         self._stub.puts = x_BLD
         try:
-            logits_BLV: Tensor = self.inner(inputs_embeds=x_BLD.detach(), use_cache=False).logits
+            return part(inputs_embeds=x_BLD.detach(), use_cache=False)
         finally:
             self._stub.puts = None
-        return logits_BLV
 
 
 def _arguments(accepts: Container[str], length: int, attention_mask: Tensor | None, document_lengths: Tensor | None) -> dict[str, Any]:

@@ -233,12 +233,10 @@ class Generation:
         )
 
     def _collector(self, ids: list[int]) -> PromptLogprobs | None:
-        """Collects the log-probabilities of an echoed prompt. Raises RefusedError."""
+        """Collects the log-probabilities of an echoed prompt."""
         count = self.request.logprob_count
         if count is None or not (isinstance(self.request, CompletionRequest) and self.request.echo):
             return None
-        if not self.engine.backend.gives_prompt_outputs:
-            raise not_whole("echo")
         return PromptLogprobs(ids, count)
 
 
@@ -262,13 +260,6 @@ def raise_unfinished(reason: EndReason | None) -> None:
         raise RefusedError(400, message, code="grammar_failed")
     if reason in ("cancelled", "failed"):
         raise RefusedError(503, "the server could not finish this answer; try again", kind="server_error", code=reason)
-
-
-def not_whole(param: str) -> RefusedError:
-    """The refusal of what only a backend with outputs at all tokens of a prompt computes."""
-    what = "echo with logprobs is" if param == "echo" else "embeddings are"
-    message = f"{what} not offered by this server, which computes the model over several machines or with paged caches on a GPU"
-    return RefusedError(400, message, param=param, code="unsupported_parameter")
 
 
 def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import NotFiniteError, TokenDraws, Warp, finite_rows
-from shoal.serve.api.completion import encode_prompt, not_whole, raise_unfinished, submit
+from shoal.serve.api.completion import encode_prompt, raise_unfinished, submit
 from shoal.serve.api.requests import EmbeddingRequest
 from shoal.serve.batching import BatchingEngine, EndReason, Finished, GenerationJob, JobEvent, PromptCollector
 from shoal.serve.load_model import ServedModel
@@ -47,8 +47,6 @@ class HiddenStateMean(PromptCollector):
 
 def input_ids(request: EmbeddingRequest, served: ServedModel, engine: BatchingEngine) -> list[list[int]]:
     """The token ids of the request's texts. Raises RefusedError."""
-    if not engine.backend.gives_prompt_outputs:
-        raise not_whole("input")
     longest = engine.backend.longest
     found = [encode_prompt(text, served, engine.backend.vocab_size, "input") for text in request.texts]
     for place, ids in enumerate(found):

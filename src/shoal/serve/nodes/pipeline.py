@@ -32,7 +32,7 @@ from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.packed.layers import byte_count, number_count
 from shoal.models.split_model import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
-from shoal.serve.batching import Backend, ForwardBatch, MachineEntry
+from shoal.serve.batching import Backend, ForwardBatch, MachineEntry, PromptOutput
 from shoal.serve.nodes.inquiry import Inquiry, StageEvidence
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import NodeCommand
@@ -228,28 +228,30 @@ class NodePipeline(Backend):
             in_flight, y_BLD = self._finished.popleft()
             started = in_flight.started
             assert started is not None
-            if not started.batch.needs_logits:
+            if not started.batch.needs_logits and started.batch.output is None:
                 if self._take_pending(started):
                     yield started.batch, None
                 continue
-            logits_BV = self._completed(in_flight, started, y_BLD)
-            if logits_BV is not None and self._take_pending(started):
-                yield started.batch, logits_BV
+            result_BX = self._completed(in_flight, started, y_BLD)
+            if result_BX is not None and self._take_pending(started):
+                yield started.batch, result_BX
 
     def _completed(self, in_flight: InFlightBatch, started: PendingForward, y_BLD: Tensor | None) -> Tensor | None:
-        """The logits of a forward pass, if this was the last of its batches in flight; else None."""
+        """The result of a forward pass, if this was the last of its batches in flight; else None."""
         requests = started.batch.requests
         if y_BLD is not None:
-            logits_BV = self._logits(y_BLD)
-            if rows := (~finite_rows(logits_BV)).nonzero().flatten().tolist():
+            result_BX = self._result(y_BLD, started.batch.output)
+            if rows := (~finite_rows(result_BX).reshape(len(result_BX), -1).all(1)).nonzero().flatten().tolist():
                 self._on_logits_not_finite(in_flight, rows, y_BLD)
                 return None
             if not in_flight.route.uses_node(SERVER_NODE):
                 self.placement.nodes[SERVER_NODE].tokens += len(in_flight.token_batch.requests)
             if in_flight.token_batch.requests == requests:  # the usual case: all requests have one route
-                return logits_BV
-            started.logits |= dict(zip(in_flight.token_batch.requests, logits_BV, strict=True))
-        return torch.stack([started.logits[request] for request in requests]) if len(started.logits) == len(requests) else None
+                return result_BX
+            started.logits |= dict(zip(in_flight.token_batch.requests, result_BX, strict=True))
+        if len(started.logits) < len(requests):
+            return None
+        return torch.stack([started.logits[request] for request in requests])
 
     def _take_pending(self, started: PendingForward) -> bool:
         """Remove a forward pass from the pending ones. False: it was discarded before."""
@@ -259,8 +261,12 @@ class NodePipeline(Backend):
             return waited
 
     @torch.inference_mode()
-    def _logits(self, y_BLD: Tensor) -> Tensor:
-        return self.ends.logits(y_BLD[:, -1:].to(self.device))[:, 0]
+    def _result(self, y_BLD: Tensor, output: PromptOutput | None) -> Tensor:
+        """The logits [B, V] of the next tokens, or the output at all tokens [B, L, …], from the residual stream after the last layer."""
+        if output is None:
+            return self.ends.logits(y_BLD[:, -1:].to(self.device))[:, 0]
+        compute = self.ends.logits if output == "logits" else self.ends.last_hidden
+        return compute(y_BLD.to(self.device))
 
     def release(self, request: int) -> None:
         with self._changed:
@@ -458,7 +464,8 @@ class NodePipeline(Backend):
         if in_flight.started is not None:
             for request in gone:
                 number = float("nan") if request in self._active else 0.0
-                in_flight.started.logits[request] = torch.full((self.vocab_size,), number, device=self.device)
+                everywhere = () if in_flight.started.batch.output is None else (len(in_flight.token_batch.ids[0]),)
+                in_flight.started.logits[request] = torch.tensor(number, device=self.device).expand(*everywhere, self.vocab_size)
         if not left.requests:
             self._in_flight.pop(in_flight.number, None)
             if in_flight.started is not None:
