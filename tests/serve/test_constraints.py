@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 pytest.importorskip("llguidance", reason="answers by a grammar need llguidance: pip install 'shoal[serve]'")
 
@@ -18,6 +19,7 @@ from llguidance import LLMatcher
 from shoal.data import load_tokenizer
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.models.generation.decoding import LogitPenalties, Warp
+from shoal.models.generation.token_masks import _denied_on_gpu, masked, words_for
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler, GrammarError, TokenConstraint, check_size
@@ -57,6 +59,19 @@ def allowed(one: TokenConstraint) -> list[int]:
 
 def test_the_alphabet_of_this_file_has_a_letter_for_each_row_of_the_model():
     assert LETTERS.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 64, 101])
+def test_a_mask_leaves_the_logits_of_allowed_tokens_and_lowers_the_others(vocabulary):
+    torch.manual_seed(1)
+    words_RW = torch.randint(-(2**31), 2**31, (3, words_for(vocabulary)), dtype=torch.int32)
+    logits_RV = torch.randn(3, vocabulary)
+    bits = [[words_RW[row, token // 32].item() >> token % 32 & 1 for token in range(vocabulary)] for row in range(3)]
+    found_RV = masked(logits_RV, words_RW)
+    assert torch.equal(found_RV.where(torch.tensor(bits) == 1, 0), logits_RV.where(torch.tensor(bits) == 1, 0))
+    assert torch.equal(found_RV < -1e30, torch.tensor(bits) == 0)
+    assert found_RV.isfinite().all()
+    assert _denied_on_gpu(words_RW, vocabulary).tolist() == [[1 - bit for bit in row] for row in bits]
 
 
 def test_a_mask_allows_what_continues_the_grammar_and_an_end_only_where_it_may_end():
