@@ -8,13 +8,18 @@ import random
 import pytest
 import torch
 
+from shoal.config.schema import model as schema
 from shoal.models.generation.decoding import LogitPenalties, Warp
+from shoal.models.gpt import Gpt
+from shoal.models.packed import layers, products
 from shoal.serve import batching
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batched_kv_caches import KvCaches
 from shoal.serve.batching import BatchingEngine, Finished, GeneratedToken, GenerationJob
+from shoal.serve.nodes.pipeline import ActiveRequest
 from shoal.serve.speculation import NO_PROPOSAL, Proposal, Proposer, Speculation
 from tests.serve.test_batching import Heard, finish, job, make_model
+from tests.serve.test_nodes import make, split_evenly, spread
 
 CHANCE = random.Random(5)
 PROMPTS = [[CHANCE.randrange(6) for _ in range(length)] for length in (1, 3, 9, 30, 5, 20, 2)]
@@ -213,3 +218,59 @@ def test_rows_of_which_tokens_are_removed_stay_joined_until_too_many_are() -> No
         alone = model.next_logits(torch.tensor([texts[1][-1:]]), caches.of_one(3, 1))
         torch.testing.assert_close(alone, model(torch.tensor([texts[1]]))[:, -1])
     assert caches._joints[1].columns <= len(texts[1]) + len(texts[2]) + 70
+
+
+def sampled(prompt: list[int], heard: Heard, tokens: int) -> GenerationJob:
+    return GenerationJob(prompt, tokens, batching.TokenDraws(3, prompt), heard, Warp(0.3))
+
+
+REPEATING = [[1, 2, 3, 1, 2, 3, 1, 2], [8, 8, 8], [*range(10), *range(8)]]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_several_machines_verify_and_one_that_is_unplugged_changes_no_token(lost: bool, oracle: type[Oracle]) -> None:
+    model, described = make("gpt")
+    texts = []
+    for prompt in REPEATING:
+        plain, heard = engine(model, 0), Heard()
+        plain.submit(sampled(prompt, heard, 40))
+        finish(plain)
+        texts.append(heard.tokens)
+    oracle.texts = [prompt + text for prompt, text in zip(REPEATING, texts, strict=True)]
+    with spread(model, described, ["pi1", "pi2"]) as (over_nodes, machines):
+        split_evenly(over_nodes, 3)
+        over_nodes.speculation, heard_of = Speculation(5), [Heard() for _ in REPEATING]
+        name = over_nodes.backend.placement.current.stages[1].name
+        over_nodes.submit(*(sampled(prompt, one, 40) for prompt, one in zip(REPEATING, heard_of, strict=True)))
+        while over_nodes.busy:
+            over_nodes.step()
+            if lost and name in machines.running and len(heard_of[0].tokens) > 15:
+                machines.unplug(name, over_nodes.backend.node_server)
+        assert (name in machines.running) is not lost
+        assert [one.tokens for one in heard_of] == texts
+        assert 0 < over_nodes.tokens_accepted < over_nodes.tokens_proposed
+
+
+def test_inputs_that_are_reported_after_tokens_were_removed_are_kept_without_these() -> None:
+    """A machine that replaces another one would else begin with tokens that are not of the text."""
+    active = ActiveRequest(None, [1, 2, 3, 4, 5])
+    active.keep(2, 0, torch.tensor([[1.0], [2.0], [3.0]]))
+    active.keep(2, 3, torch.tensor([[4.0], [5.0]]))
+    active.rewind(2)
+    assert (active.ids, torch.cat(active.kept[2]).flatten().tolist()) == ([1, 2], [1.0, 2.0])
+
+
+def test_tokens_of_one_answer_have_the_same_logits_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, where products with weights in few bits do: such products make a large difference of the smallest one."""
+    monkeypatch.setattr(layers, "way_for", lambda shape, device: products._INTEGERS)
+    torch.manual_seed(0)
+    settings = schema.Gpt(hidden_size=64, num_layers=3, num_heads=4, positions="rotary", norm="rms", bias=False, max_seq_len=64)
+    model, ids_1L = Gpt(settings, 40).eval(), torch.randint(40, (1, 30))
+    layers.pack_loaded(model, "int8")
+    with torch.inference_mode():
+        cache = model.new_cache(0)
+        model.hidden(ids_1L[:, :24], cache=cache)
+        together = model.hidden(ids_1L[:, 24:], cache=cache)
+        cache.crop(24)
+        single = torch.cat([model.hidden(ids_1L[:, i : i + 1], cache=cache) for i in range(24, 30)], 1)
+    assert torch.equal(together, single)

@@ -49,6 +49,8 @@ class Attention(BlockPart):
             attended_BHLE = cache.attend(query_BHLE, key_BKSE, value_BKSE)
         elif inputs.documents is not None:
             attended_BHLE = attend_inside(query_BHLE, key_BKSE, value_BKSE, inputs.documents, dropout)
+        elif inputs.mask is None and not inputs.causal:
+            attended_BHLE = attend_one_by_one(query_BHLE, key_BKSE, value_BKSE, dropout)
         else:
             attended_BHLE = F.scaled_dot_product_attention(
                 query_BHLE,
@@ -88,6 +90,16 @@ class Attention(BlockPart):
             turning, value = torch.split(all_BLNE, [self.query_heads + self.kv_heads, self.kv_heads], dim=2)
             query, key = torch.split(rotate(turning, turns), [self.query_heads, self.kv_heads], dim=2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def attend_one_by_one(query_BHLE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, dropout: float) -> Tensor:
+    """The attention of each token to those up to itself. The queries are those of the last tokens."""
+    grouped, found = query_BHLE.shape[1] != key_BKSE.shape[1], []
+    first = key_BKSE.shape[2] - query_BHLE.shape[2] + 1
+    for seen, query_BH1E in enumerate(query_BHLE.split(1, dim=2), first):
+        keys_and_values = key_BKSE[:, :, :seen], value_BKSE[:, :, :seen]
+        found.append(F.scaled_dot_product_attention(query_BH1E, *keys_and_values, dropout_p=dropout, enable_gqa=grouped))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
 class FeedForward(BlockPart):

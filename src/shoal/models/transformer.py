@@ -89,6 +89,11 @@ class ContextUpdate(NamedTuple):
     """The rows that changed."""
 
 
+_ONE_BY_ONE = 17
+"""Tokens after others that at most attend one by one on a CPU. A kernel for several at once adds in another order, and products with
+weights in few bits make a large difference of a small one: a token's logits would depend on how many are computed together."""
+
+
 class LayerInputs(NamedTuple):
     """Inputs of every layer besides the residual stream."""
 
@@ -97,6 +102,7 @@ class LayerInputs(NamedTuple):
     mask: Tensor | None
     """True where a token attends to another, [L, S] or [B, 1, L, S]; None: see `causal`."""
     causal: bool
+    """Without a mask: whether there is no token before these. If there is, they attend one by one."""
     input_ids_BL: Tensor
     counted_BL: Tensor | None = None
     """True where a token counts in the loss; None: losses and figures are not wanted."""
@@ -474,9 +480,10 @@ def _longest_row(length: int, attention_mask: Tensor | None, document_lengths: T
 
 
 def _layer_inputs(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> LayerInputs:
-    """Attention masks. None where the kernel's causal mask suffices, or where one token attends to all before it."""
+    """Attention masks. None where the kernel's causal mask suffices, or where each token attends to all before it."""
     length = input_ids_BL.shape[1]
-    if attention_mask is None and (past == 0 or length == 1):
+    few = length == 1 or (length <= _ONE_BY_ONE and input_ids_BL.device.type == "cpu")
+    if attention_mask is None and (past == 0 or few):
         return LayerInputs(turns, None, past == 0, input_ids_BL)
     if attention_mask is not None and past and length == 1:  # a token that was just written is no padding, and sees all before it
         return LayerInputs(turns, attention_mask.bool()[:, None, None, :], False, input_ids_BL)

@@ -67,21 +67,23 @@ class ActiveRequest:
     """How often its numbers were not finite, or could not be computed."""
     is_not_finite: bool = False
     """The model gives no finite numbers for it."""
+    last: PendingForward | None = None
+    """The forward pass of its last tokens."""
 
     def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
         """Keep the inputs from a position on, replacing earlier ones. Where inputs before the position are missing, nothing is kept."""
         pieces = self.kept.setdefault(layer, [])
-        length = sum(map(len, pieces))
-        if length < position:
+        if sum(map(len, pieces)) < position:
             pieces.clear()
-            return
-        while length > position:
-            last = pieces.pop()
-            length -= len(last)
-            if length < position:
-                pieces.append(last[: position - length])
-                length = position
-        pieces.append(x_LD)
+        else:
+            _shorten(pieces, position)
+            pieces.append(x_LD)
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens after the first `length`."""
+        del self.ids[length:]
+        for pieces in self.kept.values():
+            _shorten(pieces, length)
 
     def beginning(self, length: int) -> ActiveRequest:
         """A new request with the first `length` tokens of this one."""
@@ -105,6 +107,19 @@ class PendingForward:
 
     batch: ForwardBatch
     logits: dict[int, Tensor] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Tokens that were left of a request when the last tokens of this batch were removed."""
+
+
+def _shorten(pieces: list[Tensor], length: int) -> None:
+    """Remove what stands after the first `length` tokens of consecutive pieces."""
+    held = sum(map(len, pieces))
+    while held > length:
+        last = pieces.pop()
+        held -= len(last)
+        if held < length:
+            pieces.append(last[: length - held])
+            held = length
 
 
 class Doubt(NamedTuple):
@@ -164,7 +179,7 @@ class NodePipeline(Backend):
     ) -> None:
         """`sizes`: of each layer; `expected`: machines to wait for, including this one; `cache_tokens`: capacity of the caches;
         `can_rewind`: whether the last tokens can be removed from a cache; `even`: every machine gets layers, whatever its speed."""
-        self.ends, self.can_rewind, self.clock = ends.eval(), can_rewind, clock
+        self.ends, self.can_rewind, self.can_verify, self.clock = ends.eval(), can_rewind, can_rewind, clock
         self.vocab_size = ends.vocab_size
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
@@ -216,6 +231,7 @@ class NodePipeline(Backend):
                 active = self._active[request]
                 by_route.setdefault(active.route.number if active.route else 0, []).append((request, ids, len(active.ids)))
                 active.ids += ids
+                active.last = started
             for rows in by_route.values():
                 requests, ids_of, positions = (tuple(column) for column in zip(*rows, strict=True))
                 token_batch, route = TokenBatch(requests, positions, ids_of), self._active[requests[0]].route or Route(0, ())
@@ -267,6 +283,14 @@ class NodePipeline(Backend):
             return self.ends.logits(y_BLD[:, -1:].to(self.device))[:, 0]
         compute = self.ends.logits if output == "logits" else self.ends.last_hidden
         return compute(y_BLD.to(self.device))
+
+    def rewind(self, request: int, length: int) -> None:
+        """Machines remove the tokens when they get the next ones, with their positions."""
+        with self._changed:
+            active = self._active[request]
+            active.rewind(length)
+            if active.last is not None:
+                active.last.lengths[request] = length
 
     def release(self, request: int) -> None:
         with self._changed:
@@ -420,8 +444,9 @@ class NodePipeline(Backend):
         ids_BL = torch.tensor(token_batch.ids, device=self.device)
         if len(set(token_batch.positions)) == 1:
             return self.ends.embed(ids_BL, token_batch.positions[0])
-        lengths = [position + 1 for position in token_batch.positions]
-        return self.ends.embed(ids_BL, max(lengths) - 1, mask_of_rows(lengths, self.device))
+        length = ids_BL.shape[1]
+        lengths = [position + length for position in token_batch.positions]
+        return self.ends.embed(ids_BL, max(lengths) - length, mask_of_rows(lengths, self.device))
 
     def _send_to_stage(self, in_flight: InFlightBatch, index: int, token_batch: TokenBatch, x_BLD: Tensor) -> None:
         """Send a batch to a stage, from where machines send it on directly as far as they can. Ended requests are left out."""
@@ -447,12 +472,14 @@ class NodePipeline(Backend):
         work = work_of(in_flight.sent[index], self.placement.planner.cost_of(stage.layers))
         self.placement.nodes[stage.name].timing.sent(in_flight.number, work)
 
-    def _keep_inputs(self, stage: RouteStage, token_batch: TokenBatch, x_BLD: Tensor) -> None:
-        """Keep the inputs of a stage for a machine that may replace it, on the CPU: they come from several devices."""
+    def _keep_inputs(self, stage: RouteStage, started: PendingForward | None, token_batch: TokenBatch, x_BLD: Tensor) -> None:
+        """Keep the inputs of a stage for a machine that may replace it, on the CPU: they come from several devices. A report may come when
+        some of its tokens were removed."""
         for request, position, x_LD in zip(token_batch.requests, token_batch.positions, x_BLD.cpu(), strict=True):
             active = self._active.get(request) or self._retained.get(request)
             if active is not None:
-                active.keep(stage.layers.first, position, x_LD)
+                length = position + len(x_LD) if started is None else started.lengths.get(request, position + len(x_LD))
+                active.keep(stage.layers.first, position, x_LD[: length - position])
 
     def _is_wanted(self, request: int) -> bool:
         return request in self._active and not self._active[request].is_not_finite
@@ -512,7 +539,7 @@ class NodePipeline(Backend):
         if index + 1 == len(stages):
             self._finish(in_flight, token_batch, y_BLD)
         else:
-            self._keep_inputs(stages[index + 1], token_batch, y_BLD)
+            self._keep_inputs(stages[index + 1], in_flight.started, token_batch, y_BLD)
             if in_flight.doubted:
                 self._inquire(in_flight)
             else:
@@ -555,7 +582,7 @@ class NodePipeline(Backend):
         if in_flight.started is not None:
             self._finished.append((in_flight, y_BLD))
             self._changed.notify_all()
-        if len(token_batch.ids[0]) == 1:
+        if in_flight.started is not None and in_flight.started.batch.decodes:
             self._batches_done += 1
             self._weight_done += self.placement.weight_of(token_batch)
         if self._batches_done >= _REPLAN_EVERY:
