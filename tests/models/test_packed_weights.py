@@ -63,7 +63,7 @@ def test_every_way_computes_the_product_with_the_unpacked_matrix(kind, rows):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_compiled_product_is_used_where_there_is_a_compiler(kind):
-    if compiled._library() is None:
+    if compiled.library() is None:
         pytest.skip("no C compiler here")
     shape = PackedShape(kind, 64, 2080)
     raw, x = packed(matrix(64, 2080), kind), torch.randn(3, 2080, generator=torch.Generator().manual_seed(3)) * 1e3
@@ -77,7 +77,7 @@ def test_the_compiled_product_is_used_where_there_is_a_compiler(kind):
 
 
 def test_the_compiled_product_sums_the_largest_numbers_without_overflow():
-    if compiled._library() is None:
+    if compiled.library() is None:
         pytest.skip("no C compiler here")
     x, weight = torch.full((2, 10_000), 3.0), torch.full((4, 10_000), 2.0)
     found = compiled.multiply_compiled(x, packed(weight, "int8"), PackedShape("int8", 4, 10_000))
@@ -85,7 +85,7 @@ def test_the_compiled_product_sums_the_largest_numbers_without_overflow():
 
 
 def test_without_a_compiler_torch_computes_the_products(monkeypatch):
-    monkeypatch.setattr(compiled, "_library", lambda: None)
+    monkeypatch.setattr(compiled, "library", lambda: None)
     shape = PackedShape("int4", 48, 64)
     assert products._fastest.__wrapped__(shape, 1) != products._COMPILED_INT4
 

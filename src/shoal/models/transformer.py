@@ -149,6 +149,8 @@ class BlockPart(nn.Module):
         raise NotImplementedError
 
 
+PackedBlocks = Callable[[nn.Module, Tensor, LayerInputs, KeyValueCache], Tensor | None]
+"""The residual stream after all blocks of a model; None: they are computed one by one."""
 Parts = Callable[[int], tuple[BlockPart, BlockPart]]
 """The attention and the feed-forward of a layer, by its number."""
 
@@ -197,6 +199,8 @@ class Trunk(nn.Module):
         self.checkpointing = False
         self.packed_output: Callable[[Tensor], Tensor] | None = None
         """A faster product with the output matrix: see `kernels/cpu_packing.py`."""
+        self.packed_blocks: PackedBlocks | None = None
+        """Computes all blocks for a few new tokens, where that is faster: see `packed/compiled_blocks.py`."""
         self.first, self.last, self.share = 0, settings.num_layers, 1.0
         """The layers [first, last) that this object has, and their share of all layers: see `only`."""
         self.loss_weights: dict[str, float] = {}
@@ -248,6 +252,10 @@ class Trunk(nn.Module):
             inputs = self._packed_inputs(x_BLD, input_ids_BL, packed_documents(document_lengths, length))
         context = self._context(input_ids_BL, beside, cache)
         inputs = inputs._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past, real_BS=attention_mask)
+        if cache is not None and self.packed_blocks is not None and self.memory is None:
+            through_BLD = self.packed_blocks(self.blocks, x_BLD, inputs, cache)
+            if through_BLD is not None:
+                return through_BLD
         outputs: list[SideOutputs] = []
         inputs = self._remember(-1, x_BLD, inputs, cache)
         for i, block in enumerate(self.blocks.children()):

@@ -47,18 +47,22 @@ class LayerCache:
 
     def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         """Views of all keys and values up to and with the new ones."""
-        (B, K, L, E), new = keys_BKLE.shape, (keys_BKLE, values_BKLE)
+        (B, K, L, E), new, start = keys_BKLE.shape, (keys_BKLE, values_BKLE), self.length
         if not self.keys_and_values:
             self.keys_and_values = [one.new_empty(B, K, self.capacity, E) for one in new]
-        start, self.length = self.length, self.length + L
-        if self.length > self.capacity:
-            missing = max(self.length - self.capacity, _LEAST_GROWTH)
-            self.keys_and_values = [torch.nn.functional.pad(buffer, (0, 0, 0, missing)) for buffer in self.keys_and_values]
-            self.capacity += missing
+        self.extend(L)
         for buffer, one in zip(self.keys_and_values, new, strict=True):
             buffer[:, :, start : self.length] = one
         keys_BKSE, values_BKSE = (buffer[:, :, : self.length] for buffer in self.keys_and_values)
         return keys_BKSE, values_BKSE
+
+    def extend(self, count: int) -> None:
+        """Count more tokens, whose keys and values are written next. Buffers that are full grow."""
+        self.length += count
+        if self.length > self.capacity:
+            missing = max(self.length - self.capacity, _LEAST_GROWTH)
+            self.keys_and_values = [torch.nn.functional.pad(buffer, (0, 0, 0, missing)) for buffer in self.keys_and_values]
+            self.capacity += missing
 
     def attend(self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor) -> Tensor:
         """Append the new keys and values, and attend to all [B, H, L, E]."""

@@ -1,4 +1,4 @@
-"""Products with packed matrices by `products.c`, which the C compiler of this machine makes into a library at first use.
+"""Products with packed matrices by `products.c`, which the C compiler of this machine makes into a library at first use, with `blocks.c`.
 
 Later processes find the library in the user's state folder. Where there is no compiler, `products.py` computes by other ways.
 
@@ -26,7 +26,8 @@ from shoal.errors import ShoalError
 from shoal.files import make_folder
 from shoal.models.packed.formats import GROUP, PackedShape, codes_and_scales
 
-_SOURCE = Path(__file__).with_name("products.c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "blocks.c")]
+_HEADER = Path(__file__).with_name("vectors.h")
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 _CHOICES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
@@ -53,19 +54,19 @@ def arranged_int4(raw_X: Tensor, shape: PackedShape) -> Tensor:
 
 def multiply_compiled(x_MD: Tensor, raw_X: Tensor, shape: PackedShape) -> Tensor:
     """The product in float32. Raises RuntimeError where there is no library."""
-    library = _library()
-    if library is None:
+    loaded = library()
+    if loaded is None:
         raise RuntimeError("no C compiler")
     x_MD = x_MD.to(torch.float32).contiguous()
     found_MN = torch.empty(len(x_MD), shape.rows)
     bits, places = 4 if shape.kind == "int4" else 8, (raw_X.data_ptr(), found_MN.data_ptr())
-    if library.shoal_multiply(bits, x_MD.data_ptr(), len(x_MD), shape.columns, shape.rows, *places, torch.get_num_threads()):
+    if loaded.shoal_multiply(bits, x_MD.data_ptr(), len(x_MD), shape.columns, shape.rows, *places, torch.get_num_threads()):
         raise MemoryError
     return found_MN
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
     """The compiled library; None: there is no compiler, or no folder for it."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None or sys.platform == "win32":
@@ -86,27 +87,29 @@ def _digest(compiler: str) -> str:
     listed = Path("/proc/cpuinfo")
     lines = listed.read_text(errors="replace").split("\n\n")[0].splitlines() if listed.exists() else []
     about += [line for line in lines if line.startswith(("flags", "Features", "CPU ", "model name"))]
-    return hashlib.sha256(_SOURCE.read_bytes() + "\n".join(about).encode()).hexdigest()[:24]
+    return hashlib.sha256(b"".join(one.read_bytes() for one in (*_SOURCES, _HEADER)) + "\n".join(about).encode()).hexdigest()[:24]
 
 
 def _compiled(place: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
     """Compile and open the library; None: it does not work with these flags. It is not linked with OpenMP: a process must have one of
     them, and that is torch's."""
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        made, library = f"{folder}/products.o", f"{folder}/products.so"
-        commands = [*_FLAGS, *flags, "-c", str(_SOURCE), "-o", made], ["-shared", made, "-o", library, "-lm"]
+        parts, made = [f"{folder}/{one.stem}.o" for one in _SOURCES], f"{folder}/made.so"
+        commands = [[*_FLAGS, *flags, "-c", str(one), "-o", part] for one, part in zip(_SOURCES, parts, strict=True)]
+        commands.append(["-shared", *parts, "-o", made, "-lm"])
         try:
             for arguments in commands:
                 subprocess.run([compiler, *arguments], check=True, capture_output=True, timeout=_MOST_S)
-            _opened(Path(library))
+            _opened(Path(made))
         except (OSError, subprocess.SubprocessError):
             return None
-        os.replace(library, place)
+        os.replace(made, place)
     return _opened(place)
 
 
 def _opened(place: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(place))
+    opened = ctypes.CDLL(str(place))
     number, address = ctypes.c_int64, ctypes.c_void_p
-    library.shoal_multiply.argtypes = [ctypes.c_int, address, number, number, number, address, address, ctypes.c_int]
-    return library
+    opened.shoal_multiply.argtypes = [ctypes.c_int, address, number, number, number, address, address, ctypes.c_int]
+    opened.shoal_blocks.argtypes = [address, number, address, address, address, address]
+    return opened

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.models.packed.compiled_blocks import CompiledBlocks
 from shoal.models.packed.formats import HALF, PackedShape, packed
 from shoal.models.packed.layers import arranged, layer_kind, pack_layers
 from shoal.models.stages import load_tensors, required_tensors
@@ -30,6 +31,7 @@ class PackedModel:
         """The model without weights."""
         made = self._make()
         self.shapes = pack_layers(made, lambda name, layer: self.kinds.get(name))
+        made.packed_blocks = CompiledBlocks().through
         return made
 
     def get(self, name: str) -> Tensor:

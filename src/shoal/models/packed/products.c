@@ -4,24 +4,9 @@ A row of the input is rounded to 16 bits: whole steps of its largest number / (1
 
 Shapes: M rows of the input, N outputs, D inputs, G groups of 32 inputs. */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
-/* Bytes of the processor's vectors. */
-#if defined(__AVX512BW__)
-#define WIDTH 64
-#elif defined(__AVX2__)
-#define WIDTH 32
-#else
-#define WIDTH 16
-#endif
+#include "vectors.h"
 
 enum {
     GROUP = 32,              /* inputs that share a scale and an offset in int4 */
@@ -35,7 +20,6 @@ enum {
     NOT_FINITE = 0x7f800000, /* the bits of infinity; those of NaN are more */
 };
 
-typedef float floats __attribute__((vector_size(WIDTH)));
 typedef int32_t ints __attribute__((vector_size(WIDTH)));
 typedef uint32_t words __attribute__((vector_size(WIDTH)));
 typedef int16_t shorts __attribute__((vector_size(WIDTH)));
@@ -89,20 +73,6 @@ static inline words each_four_times(const uint8_t *from)
     uint32_t word;
     memcpy(&word, from, 4);
     return (words){word, word, word, word};
-#endif
-}
-
-static inline float total(floats of)
-{
-#if WIDTH == 64
-    return _mm512_reduce_add_ps((__m512)of);
-#else
-    float part[WIDTH / 4];
-    memcpy(part, &of, WIDTH);
-    for (int count = WIDTH / 8; count; count /= 2)
-        for (int i = 0; i < count; i++)
-            part[i] += part[i + count];
-    return part[0];
 #endif
 }
 

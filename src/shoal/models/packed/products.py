@@ -112,6 +112,11 @@ def way_for(shape: PackedShape, device: torch.device) -> ProductWay:
     return _fastest(shape, torch.get_num_threads())
 
 
+def is_compiled(shape: PackedShape, device: torch.device) -> bool:
+    """Whether the way for a shape computes by the library of `compiled.py`."""
+    return way_for(shape, device) in (_COMPILED_INT8, _COMPILED_INT4)
+
+
 @cache
 def _fastest(shape: PackedShape, threads: int) -> ProductWay:
     """`threads`: another number of threads is measured anew."""
