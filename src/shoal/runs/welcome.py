@@ -39,15 +39,13 @@ _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 def parts_for(
     welcome: Message,
-    overrides: Sequence[Override],
-    permissions: Permissions,
+    run: Run,
     rendezvous: Rendezvous | None,
     progress: Progress | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
-    """The parts of the run on this machine. Raises ShoalError where they differ from the coordinator's."""
+    """The parts on this machine of a run that a welcome describes. Raises ShoalError where they differ from the coordinator's."""
     header, frames = welcome
-    run = configuration(header, overrides, permissions)
     here = rendezvous.here if rendezvous is not None else None
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
@@ -84,8 +82,8 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override], permiss
 
 def _with_hub_token(run: Run, permissions: Permissions) -> Run:
     """The run with this machine's own token for the hub, if its user allowed that for every name that the run reads there."""
-    names, token = hub_names(run), hub_token()
-    if token is None or not names or not names <= permissions.hub_names:
+    token = hub_token()
+    if token is None or not (names := hub_names(run)) or not names <= permissions.hub_names:
         return run
     return run.replace(hub=run.hub.replace(token=Secret(token)))
 

@@ -168,6 +168,7 @@ class JoinedWorker:
             found = fetch_images(offer, connection.desk.read_piece, self.options.folder / "images", progress)
             fetched = Override("data.source.path", json.dumps(str(found)), "images of the class")
             self.overrides = [*self.overrides, fetched]
+            self.run = configuration(header, self.overrides, self.options.permissions)
 
     @property
     def state(self) -> str:
@@ -175,7 +176,7 @@ class JoinedWorker:
 
     def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         rendezvous = self._share_welcome(here) if here is not None else None
-        parts = parts_for(self.welcome, self.overrides, self.options.permissions, rendezvous, progress, live)
+        parts = parts_for(self.welcome, self.run, rendezvous, progress, live)
         share = WorkerParts.of(parts, self.welcome.header, self.options, self.sender.report)
         engine: Any = share.parts.engine
         engine.phases.enabled, self.speed = True, WorkerSpeed(self.run, engine)
@@ -397,7 +398,8 @@ def _follow(rendezvous: Rendezvous, options: JoinOptions) -> World:
     header, *frames = [rendezvous.wait_for(f"word {number}", options.patience_s + _FOLLOWER_EXTRA_S) for number in range(count)]
     welcome = Message(json.loads(header), tuple(frames))
     overrides = [Override(*given) for given in json.loads(rendezvous.wait_for("own settings", options.patience_s))]
-    share = WorkerParts.of(parts_for(welcome, overrides, options.permissions, rendezvous), welcome.header, options, lambda text: None)
+    run = configuration(welcome.header, overrides, options.permissions)
+    share = WorkerParts.of(parts_for(welcome, run, rendezvous), welcome.header, options, lambda text: None)
     IslandFollower(share.parts.engine, share.feed_for, share.checkpoints).work()
     return share.parts.engine.worker_world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -71,7 +72,12 @@ def settings_digest(run: Run) -> str:
 
 def _is_among(path: str, settings: tuple[str, ...]) -> bool:
     """Whether a setting is one of these, or in a section of these."""
-    return any(path == one or path.startswith(f"{one}.") for one in settings)
+    return f"{path}.".startswith(_sections(settings))
+
+
+@functools.cache
+def _sections(settings: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{one}." for one in settings)
 
 
 def format_changes(found: list[SettingChange]) -> str:
