@@ -74,7 +74,7 @@ def alone(**training: object) -> list[float]:
     return rank_processes.losses_of(rank_processes.engine_of(device="cuda", **training))
 
 
-def test_ddp_and_fsdp_over_nccl_follow_one_gpu_over_fifty_steps() -> None:
+def test_ddp_and_fsdp_over_nccl_follow_one_gpu_step_by_step() -> None:
     expected = alone()
     for found in rank_processes.together("agreement", GPUS, DDP, FSDP, KEPT, IN_MEMORY, device="cuda"):
         for name, losses in found.items():
@@ -82,7 +82,7 @@ def test_ddp_and_fsdp_over_nccl_follow_one_gpu_over_fifty_steps() -> None:
 
 
 @needs_deepspeed
-def test_zero_over_nccl_follows_one_gpu_over_fifty_steps() -> None:
+def test_zero_over_nccl_follows_one_gpu_step_by_step() -> None:
     expected = alone()
     for found in rank_processes.together("agreement", GPUS, *ZERO, *OFFLOADED, device="cuda"):
         for name, losses in found.items():

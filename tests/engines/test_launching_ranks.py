@@ -99,6 +99,7 @@ def test_a_sharded_run_goes_on_in_three_processes(sharded: Path) -> None:
     assert losses(sharded.parent / "three") == pytest.approx(losses(sharded), rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
 def test_a_sharded_run_goes_on_under_deepspeed(sharded: Path) -> None:
     name = resumed(sharded, "zero")

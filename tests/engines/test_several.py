@@ -39,7 +39,7 @@ def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> 
         assert all(rank[name] == losses for rank in found), "all ranks are told the same"
 
 
-def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float], in_two: list[dict[str, Any]]) -> None:
+def test_ddp_and_fsdp_follow_one_process_step_by_step(alone: list[float], in_two: list[dict[str, Any]]) -> None:
     check_agreement([found["agreement"] for found in in_two], alone)
 
 

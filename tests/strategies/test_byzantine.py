@@ -25,6 +25,10 @@ def byzantine() -> Any:
 def test_honest_workers_learn_and_the_mean_is_lost_to_false_ones(byzantine: Any) -> None:
     assert byzantine.accuracy("mean", None, byzantine.PLAIN, 80, {}) > CLEAN
     assert byzantine.accuracy("mean", "sign flip", byzantine.PLAIN, 80, {}) < 0.5
+
+
+@pytest.mark.long
+def test_the_mean_is_lost_to_an_inner_product_too(byzantine: Any) -> None:
     assert byzantine.accuracy("mean", "inner product", byzantine.PLAIN, 80, {}) < 0.5
 
 

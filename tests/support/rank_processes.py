@@ -42,7 +42,7 @@ from shoal.tasks.answer_logprobs import Reference
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
 
-STEPS, BATCH, ACCUMULATION = 50, 8, 2
+STEPS, BATCH, ACCUMULATION = 25, 8, 2
 PLAIN = {"name": "SGD", "learning_rate": 0.5}
 """An optimizer that does not blow differences in the last digit up."""
 
@@ -56,7 +56,14 @@ OFFLOADED = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "cpu_offload"
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
 
 
-LOADS = ("torch._dynamo", "shoal.engines.fsdp")
+LOADS = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "shoal.engines.fsdp",
+    "shoal.engines.pipeline",
+    "pytest",
+)
 
 
 def together(name: str, count: int, *arguments: str, device: str = "cpu") -> list[Any]:
@@ -136,7 +143,7 @@ def several(world: World, *asked: str) -> dict[str, Any]:
 
 
 def agreement(world: World, *engines: str) -> dict[str, Any]:
-    """Fifty steps of each engine."""
+    """The losses of each engine, step by step."""
     return {text: losses_of(engine_of(world, json.loads(text))) for text in engines}
 
 
@@ -176,7 +183,7 @@ def best(world: World, folder: str, engine: str) -> list[float]:
 
 
 def half_agreement(world: World, *engines: str) -> dict[str, Any]:
-    """Fifty steps of each engine in bfloat16, activations computed twice."""
+    """The same in bfloat16, activations computed twice."""
     settings: dict[str, Any] = {"precision": {"kind": "bf16"}, "gradient_checkpointing": True}
     return {text: losses_of(engine_of(world, json.loads(text), **settings)) for text in engines}
 

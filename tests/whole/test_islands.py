@@ -221,33 +221,25 @@ def test_torchrun_starts_the_processes_of_an_island(processes: Processes) -> Non
         assert worker.wait(HANG_S) == 0, (processes.folder / "torchrun.log").read_text()
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Two processes of one torchrun, that train over collectives, and then as two workers."""
-    with prepared(tmp_path_factory.mktemp("fleet")) as processes:
-        (processes.folder / "program.py").write_text(
-            "from shoal import train\n"
-            "common = ['strategy.kind=diloco', 'strategy.inner_steps=4']\n"
-            "train('config.yaml', overrides=[*common, 'engine.kind=collectives'], run_dir='collectives')\n"
-            "train('config.yaml', overrides=[*common, 'launch.devices_per_node=null'], run_dir='workers-of-torchrun')\n"
-        )
-        with torchrun(processes.folder, *HERE, "program.py") as fleet:
-            code = fleet.wait(HANG_S)
-        assert code == 0, (processes.folder / "torchrun.log").read_text()
-        yield processes
-
-
-def test_torchrun_trains_over_collectives(fleet: Processes, over_collectives: dict[str, Tensor]) -> None:
-    assert_same(weights_of(fleet.folder / "collectives"), over_collectives, 0.0)
-
-
-def test_torchrun_alone_trains_with_each_process_as_a_worker(fleet: Processes) -> None:
-    run = fleet.folder / "workers-of-torchrun"
+def test_torchrun_trains_over_collectives_and_then_with_each_process_as_a_worker(
+    processes: Processes, over_collectives: dict[str, Tensor]
+) -> None:
+    (processes.folder / "program.py").write_text(
+        "from shoal import train\n"
+        "common = ['strategy.kind=diloco', 'strategy.inner_steps=4']\n"
+        "train('config.yaml', overrides=[*common, 'engine.kind=collectives'], run_dir='collectives')\n"
+        "train('config.yaml', overrides=[*common, 'launch.devices_per_node=null'], run_dir='workers-of-torchrun')\n"
+    )
+    with torchrun(processes.folder, *HERE, "program.py") as fleet:
+        code = fleet.wait(HANG_S)
+    assert code == 0, (processes.folder / "torchrun.log").read_text()
+    assert_same(weights_of(processes.folder / "collectives"), over_collectives, 0.0)
+    run = processes.folder / "workers-of-torchrun"
     assert (summary_of(run)["status"], summary_of(run)["steps"]) == ("completed", 3)
     assert {path.stem for path in (run / "workers").glob("*.jsonl")} == {"w1", "w2"}
-    alike = trained(fleet, "alike", *DILOCO, "--set", "launch.devices_per_node=null", "--workers", "2")
+    alike = trained(processes, "alike", *DILOCO, "--set", "launch.devices_per_node=null", "--workers", "2")
     assert_same(weights_of(run), alike, 1e-6)
-    fleet.audit(run.name)
+    processes.audit(run.name)
 
 
 @contextlib.contextmanager
