@@ -428,9 +428,14 @@ def test_a_full_queue_says_when_to_come_again(monkeypatch):
             lines = first.iter_lines()  # httpx hangs up when nobody holds this
             next(lines)
             with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=HANG_S):
-                refused = chat(service)
-                assert refused.status_code == 429
-                assert refused.headers["retry-after"] == "1"
+                asked = {"model": "tiny", "input": "a", "prompt": ["a", "b", "c"], "messages": ASK["messages"]}
+                for path, field in (("chat/completions", "messages"), ("completions", "prompt"), ("embeddings", "input")):
+                    refused = ask(service, f"/v1/{path}", {"model": "tiny", field: asked[field]})
+                    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                    error = refused.json()["error"]
+                    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+                    assert "serving.max_waiting" in error["message"]
+                assert len(service.engine.waiting) == 1, "of many prompts none waits where not all have room"
         come.set()
         assert free(service)
 

@@ -219,7 +219,8 @@ class ModelPool:
             entry.load = _Load()
             self._orders.put(entry)
         if entry.load.waiting >= self.settings.max_waiting:
-            message = f"too many requests wait for the model {entry.source.name!r} already; try again soon"
+            limit = f"serving.max_waiting is {self.settings.max_waiting}"
+            message = f"too many requests wait for the model {entry.source.name!r} already ({limit}); try again soon"
             raise RefusedError(429, message, kind="rate_limit_error", code="queue_full")
         entry.load.waiting += 1
         return entry.load

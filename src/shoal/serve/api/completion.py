@@ -245,7 +245,12 @@ def submit(engine: BatchingEngine, jobs: Sequence[GenerationJob]) -> list[int]:
     try:
         return engine.submit(*jobs)
     except QueueFullError:
-        raise RefusedError(429, "too many requests wait already; try again soon", kind="rate_limit_error", code="queue_full") from None
+        most = engine.most_running + engine.most_waiting
+        message = f"too many answers wait already (serving.max_waiting is {engine.most_waiting}); try again soon"
+        if len(jobs) > most:
+            message = f"this request has {len(jobs)} answers, and {most} at most run or wait here (serving.max_running and "
+            message += "serving.max_waiting); send fewer prompts in one request"
+        raise RefusedError(429, message, kind="rate_limit_error", code="queue_full") from None
 
 
 def raise_unfinished(reason: EndReason | None) -> None:

@@ -19,6 +19,9 @@ from shoal.serve.batching import BatchingEngine, EndReason, Finished, Generation
 from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
 
+_QUEUE_PAUSE_S = 0.1
+"""Time after which a request that was embedded in part asks for the next places in a full queue."""
+
 
 class HiddenStateMean(PromptCollector):
     """The mean of the hidden states at all tokens, or the one at the last."""
@@ -57,12 +60,20 @@ def input_ids(request: EmbeddingRequest, served: ServedModel, engine: BatchingEn
 
 
 async def embed(request: EmbeddingRequest, texts: Sequence[list[int]], served: ServedModel, engine: BatchingEngine) -> list[list[float]]:
-    """The embeddings of texts; as many at once as answers may be generated. Raises RefusedError."""
+    """The embeddings of texts; as many at once as answers may be generated. Where others fill the queue meanwhile, the rest waits. Raises
+    RefusedError."""
     found: list[list[float]] = []
     deadline = engine.clock() + served.settings.request_timeout_s
-    for first in range(0, len(texts), engine.most_running):
-        some = texts[first : first + engine.most_running]
-        found += await _embed_some(request.pooling, some, served.adapter, engine, deadline)
+    while len(found) < len(texts):
+        some = texts[len(found) : len(found) + engine.most_running]
+        try:
+            found += await _embed_some(request.pooling, some, served.adapter, engine, deadline)
+        except RefusedError as error:
+            if error.code != "queue_full" or not found:
+                raise
+            if engine.clock() > deadline:
+                raise_unfinished("timeout")
+            await asyncio.sleep(_QUEUE_PAUSE_S)
     return found
 
 
