@@ -227,9 +227,9 @@ class Generation:
             self.served.eos_ids,
             request.logprob_count,
             self.engine.clock() + settings.request_timeout_s,
-            None if self._constraint is None else self._constraint.copy(),
-            self._collector(ids),
-            self.served.adapter,
+            constraint=None if self._constraint is None else self._constraint.copy(),
+            collector=self._collector(ids),
+            adapter=self.served.adapter,
         )
 
     def _collector(self, ids: list[int]) -> PromptLogprobs | None:
