@@ -21,7 +21,7 @@ from shoal.web.auth import RefusedError
 from tests.support.processes import HANG_S
 from tests.support.small_service import small_model, small_served
 
-SIZE = LoadedModel(small_served(), print).nbytes
+SIZE = LoadedModel(small_served(), print).weight_bytes
 
 
 class Models:
@@ -46,9 +46,8 @@ class Models:
     def pool(self, places: float) -> Iterator[ModelPool]:
         """A pool with memory for so many models."""
         sources = [ModelSource(name, lambda name=name: self.load(name), SIZE) for name in self.gates]
-        made = ModelPool(
-            LoadedModel(self.load(sources[0].name), self.told.append), sources, self.told.append, self.told.append, places * SIZE
-        )
+        tell, settings = self.told.append, small_served(max_waiting=3).settings
+        made = ModelPool(sources, settings, tell, tell, 1.25 * places * SIZE).with_first()
         made.start()
         try:
             yield made

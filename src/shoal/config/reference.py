@@ -80,7 +80,8 @@ def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
         case f.NumberType():
             names = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum", "below": "exclusiveMaximum"}
             limits = {names[name]: limit for name, limit in checker.bounds._asdict().items() if limit is not None}
-            return {"anyOf": [{"type": "integer" if checker.whole else "number"} | limits, _INTERPOLATED]}
+            word = [{"enum": [checker.word]}] if isinstance(checker, f.NumberOrWordType) else []
+            return {"anyOf": [{"type": "integer" if checker.whole else "number"} | limits, *word, _INTERPOLATED]}
         case f.TextType():
             return {"type": "string"}
         case f.SecretType():

@@ -22,6 +22,7 @@ from shoal.models.packed.layers import byte_count, number_count
 from shoal.serve.batched_kv_caches import KvCaches
 from shoal.serve.batching import Backend, ForwardBatch, GenerationJob, MachineEntry, moving_average
 from shoal.serve.nodes.layer_host import memory_for_layers
+from shoal.serve.serving_memory import cache_token_bytes
 
 LONGEST_UNBOUNDED = 32_768
 """Tokens that a request may have where the model itself has no longest sequence: this bounds its cache, or the time to read it."""
@@ -43,19 +44,27 @@ class LocalBackend(Backend):
 
     microbatches = 1
 
-    def __init__(self, model: Any, beside: SideTexts | None = None, adapters: BatchedLora | None = None) -> None:
+    def __init__(
+        self, model: Any, beside: SideTexts | None = None, adapters: BatchedLora | None = None, memory_bytes: float | None = None
+    ) -> None:
         """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one. `adapters`:
-        those that requests may name."""
+        those that requests may name. `memory_bytes`: for caches; null: most of what is free."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.memory_bytes, self.token_s, self.tokens = memory_for_layers(self.device), 0.0, 0
-        pack_matrices(self.model, self.memory_bytes)
+        self.memory_bytes = memory_for_layers(self.device) if memory_bytes is None else int(memory_bytes)
+        self.token_s, self.tokens = 0.0, 0
+        self.copied_bytes, self.token_bytes = pack_matrices(self.model, self.memory_bytes), cache_token_bytes(model)
+        left = max(0, self.memory_bytes - self.copied_bytes)
+        self.cache_tokens = left / self.token_bytes if self.token_bytes else float("inf")
+        """Tokens for whose caches there is memory."""
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
         self.beside, self.adapters = beside, adapters
         self._adapter_names: dict[int, str] = {}
         """Of each request."""
+        self._reserved: dict[int, int] = {}
+        """Tokens of each request, and of each retained cache."""
         self.caches = KvCaches(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
         self.can_verify = self.caches.joins and hasattr(model.new_cache(0), "crop")
         self._readers: dict[int, SideTextReader] = {}
@@ -65,6 +74,11 @@ class LocalBackend(Backend):
         """Nothing is compiled or recorded."""
 
     def admit(self, job: GenerationJob) -> bool:
+        """Reserve memory for the longest answer. A request alone is never held back."""
+        tokens = len(job.prompt_ids) + job.max_tokens
+        if self._reserved and sum(self._reserved.values()) + tokens > self.cache_tokens:
+            return False
+        self._reserved[job.number] = tokens
         self._adapter_names[job.number] = job.adapter
         return True
 
@@ -140,6 +154,7 @@ class LocalBackend(Backend):
 
     def retain(self, request: int) -> bool:
         """A cache can be shared where it holds keys and values, of which the last can be cut off."""
+        self._reserved[request] = self.caches.length(request)
         return self.can_verify
 
     @torch.inference_mode()
@@ -151,6 +166,7 @@ class LocalBackend(Backend):
         self.caches.release(request)
         self._readers.pop(request, None)
         self._adapter_names.pop(request, None)
+        self._reserved.pop(request, None)
 
     def machines(self) -> list[MachineEntry]:
         return [machine_entry(self.model, self.memory_bytes, self.token_s, self.tokens)]

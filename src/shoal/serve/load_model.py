@@ -90,7 +90,7 @@ class ServedModel(NamedTuple):
 def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> ServedModel:
     """The model that is named on the command line: one folder, or files of a configuration. `nodes`: machines to spread its layers over;
     null: as many as the settings say. Raises ShoalError."""
-    if len(targets) == 1 and _is_model(Path(targets[0])):
+    if len(targets) == 1 and is_model(Path(targets[0])):
         if (served := _gguf(Path(targets[0]), overrides, warn, nodes)) is not None:
             return served
         target = find_model(targets[0], warn)
@@ -106,7 +106,7 @@ def open_served(targets: Sequence[str], overrides: list[Override], warn: Callabl
     return _hugging_face(run, str(getattr(run.model, "pretrained", target)), nodes or run.serving.num_nodes or machines)
 
 
-def _is_model(place: Path) -> bool:
+def is_model(place: Path) -> bool:
     """Whether a target is to be opened as a model, not read as a configuration. `find_model` reports a name that is neither. A folder may
     have the name of a preset."""
     names_preset = not place.is_dir() and find_preset(str(place)) is not None
@@ -165,7 +165,8 @@ def _gguf(file: Path, overrides: list[Override], warn: Callable[[str], None], no
         warn(f"{file.name}: {count} matri{'ces' if count > 1 else 'x'} in a format without a product here: {change}")
     tokenizer, nodes = data.load_tokenizer(str(folder)), nodes or run.serving.num_nodes or 1
     model = PackedModel(weights.own.make, lambda name: weights.get(name, kinds.get(name)), kinds, packs=False)
-    return _packed(_served(file.stem, None, tokenizer, run, nodes, folder), model, describe_gpt(weights.own))
+    served = _served(file.stem, None, tokenizer, run, nodes, folder)._replace(gpt_conversion=own)
+    return _packed(served, model, describe_gpt(weights.own))
 
 
 def _served(name: str, model: Any, tokenizer: data.Tokenizer, run: Run, nodes: int, folder: Path) -> ServedModel:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from shoal.data import TokenTexts
 from shoal.models.packed.layers import byte_count
-from shoal.serve.backend import LocalBackend
+from shoal.serve.backend import LONGEST_UNBOUNDED, LocalBackend
 from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
-from shoal.serve.paged_backend import local_backend
+from shoal.serve.nodes.layer_host import memory_for_layers
+from shoal.serve.paged_backend import PagedBackend, is_paged, paged_tokens
+from shoal.serve.serving_memory import COUNTED_TOKENS, AnswerLimit, answer_limit, answers_over_nodes
 from shoal.serve.speculation import Speculation
 
 
@@ -50,14 +52,24 @@ class EngineThread(threading.Thread):
 class LoadedModel:
     """A model whose engine runs between `start` and `stop`."""
 
-    def __init__(self, served: ServedModel, warn: Callable[[str], None], stages: Backend | None = None) -> None:
-        """`stages`: where the model's layers are; null: all of them here."""
+    def __init__(
+        self, served: ServedModel, warn: Callable[[str], None], stages: Backend | None = None, memory_bytes: float | None = None
+    ) -> None:
+        """`stages`: where the model's layers are; null: all of them here. `memory_bytes`: for the weights and all caches; null: the
+        weights, and most of what is free beside them."""
         settings = served.settings
         self.served = served
         self.token_texts = TokenTexts(served.tokenizer)
+        self.weight_bytes = byte_count(served.model) + (served.adapters.nbytes if served.adapters is not None else 0)
+        self.cache_bytes = 0.0
+        """Memory that is kept for caches, and for copies of matrices."""
+        if stages is not None:
+            backend, self.limit = stages, AnswerLimit(answers_over_nodes(settings), "the layers are on several machines")
+        else:
+            backend = self._backend_here(warn, None if memory_bytes is None else max(0.0, memory_bytes - self.weight_bytes))
         self.engine = BatchingEngine(
-            stages or _backend_here(served, warn),
-            most_running=settings.max_running,
+            backend,
+            most_running=self.limit.count,
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
             kept_tokens=settings.prefix_cache_tokens,
@@ -70,8 +82,7 @@ class LoadedModel:
     @property
     def nbytes(self) -> int:
         """Memory that counts as the model's."""
-        adapters = self.served.adapters
-        return byte_count(self.served.model) + (adapters.nbytes if adapters is not None else 0)
+        return int(self.weight_bytes + self.cache_bytes)
 
     def start(self) -> None:
         self.engine.backend.prepare()
@@ -84,12 +95,24 @@ class LoadedModel:
         self.engine.backend.close()
         self.grammars.close()
 
+    def _backend_here(self, warn: Callable[[str], None], memory_bytes: float | None) -> Backend:
+        """The backend of a model that is whole on this machine. The steps that a GPU records have no adapters."""
+        served, kept = self.served, self.served.settings.prefix_cache_tokens
+        if served.adapters is None and is_paged(served.model, served.beside):
+            return self._paged_backend(memory_bytes, kept)
+        if served.adapters is not None and next(served.model.parameters()).is_cuda:
+            warn(f"{served.name} has adapters, so its requests are decoded step by step, without the recorded steps of the GPU")
+        local = LocalBackend(served.model, served.beside, served.adapters, memory_bytes)
+        self.limit = answer_limit(served.settings, local.cache_tokens - kept, local.longest, on_gpu=local.device.type == "cuda")
+        tokens = min(local.cache_tokens, self.limit.count * min(local.longest, COUNTED_TOKENS) + kept)
+        self.cache_bytes = local.copied_bytes + (tokens * local.token_bytes if local.token_bytes else 0)
+        return local
 
-def _backend_here(served: ServedModel, warn: Callable[[str], None]) -> Backend:
-    """The backend of a model that is whole on this machine. The steps that a GPU records have no adapters."""
-    settings = served.settings
-    if served.adapters is None:
-        return local_backend(served.model, served.beside, most_running=settings.max_running, kept_tokens=settings.prefix_cache_tokens)
-    if next(served.model.parameters()).is_cuda:
-        warn(f"{served.name} has adapters, so its requests are decoded step by step, without the recorded steps of the GPU")
-    return LocalBackend(served.model, served.beside, served.adapters)
+    def _paged_backend(self, memory_bytes: float | None, kept: int) -> Backend:
+        served = self.served
+        device = next(served.model.parameters()).device
+        memory_bytes = memory_for_layers(device) if memory_bytes is None else memory_bytes
+        tokens = paged_tokens(served.model, memory_bytes)
+        self.limit = answer_limit(served.settings, tokens - kept, served.model.max_seq_len or LONGEST_UNBOUNDED, on_gpu=True)
+        self.cache_bytes = memory_bytes
+        return PagedBackend(served.model, most_running=self.limit.count, kept_tokens=kept, memory_bytes=memory_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import queue
 import threading
 import time
@@ -19,17 +20,21 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.config.schema.serving import Serving, bytes_of
 from shoal.data import TokenTexts
 from shoal.errors import ShoalError
 from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.loaded_model import LoadedModel
+from shoal.serve.serving_memory import too_large
 from shoal.web.auth import RefusedError
 
 _LOOK_AGAIN_S = 0.05
 """Interval for checking whether the requests of a model that leaves have ended."""
 _NAMES_SHOWN = 20
+_LEAST_FOR_CACHES = 0.2
+"""Of the memory of all models."""
 
 
 class ModelSource(NamedTuple):
@@ -87,6 +92,8 @@ class _PoolEntry:
         """Requests that are about to be given to the engine."""
         self.used_at = 0.0
         self.nbytes = source.needed
+        self.budget: float | None = None
+        """Bytes for its weights and caches; null: what is free."""
         self.counts: Counter[str] = Counter()
 
     @property
@@ -102,14 +109,14 @@ class ModelPool:
 
     def __init__(
         self,
-        first: LoadedModel,
         sources: Sequence[ModelSource],
+        settings: Serving,
         warn: Callable[[str], None],
         tell: Callable[[str], None] = lambda text: None,
         limit: float = float("inf"),
     ) -> None:
-        """`sources`: all models, of which `first` is the first; `tell` gets what the user may want to know; `limit`: bytes that all models
-        may take together."""
+        """`settings`: those of the server; `tell` gets what the user may want to know; `limit`: bytes that all models may take together."""
+        self.settings = settings
         self._entries = {source.name: _PoolEntry(source) for source in sources}
         self._names = {source.name: (source.name, "") for source in sources}
         self._names |= {f"{source.name}+{adapter}": (source.name, adapter) for source in sources for adapter in source.adapters}
@@ -118,16 +125,38 @@ class ModelPool:
         self._orders: queue.SimpleQueue[_PoolEntry | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._load_all, name="shoal-loader", daemon=True)
         self._is_open = True
-        self.settings = first.served.settings
-        """Those of the server: of the first model."""
         self._first = self._entries[sources[0].name]
-        self._first.loaded, self._first.nbytes = first, first.nbytes
+        if limit < float("inf"):
+            self._divide(limit)
 
     @classmethod
     def of_one(cls, served: ServedModel, warn: Callable[[str], None], stages: Backend | None = None) -> ModelPool:
-        """The pool of one model that is loaded already, and stays. `stages`: where its layers are; null: all of them here."""
-        adapters = tuple(served.adapters.names) if served.adapters is not None else ()
-        return cls(LoadedModel(served, warn, stages), [ModelSource(served.name, lambda: served, 0, adapters)], warn)
+        """The pool of one model that is loaded already, and stays. `stages`: where its layers are; null: all of them here. Raises
+        ShoalError where it takes more memory than `serving.memory`."""
+        adapters, limit = tuple(served.adapters.names) if served.adapters is not None else (), bytes_of(served.settings.memory)
+        made = cls([ModelSource(served.name, lambda: served, 0, adapters)], served.settings, warn)
+        made._hold_first(LoadedModel(served, warn, stages, limit))
+        if limit is not None and made.first.weight_bytes > limit:
+            raise too_large(served.name, made.first.weight_bytes, limit)
+        return made
+
+    def with_first(self) -> ModelPool:
+        """This pool, with its first model loaded."""
+        self._hold_first(LoadedModel(self._first.source.load(), self._warn, memory_bytes=self._first.budget))
+        return self
+
+    def _hold_first(self, loaded: LoadedModel) -> None:
+        self._first.loaded, self._first.nbytes = loaded, loaded.nbytes
+
+    def _divide(self, limit: float) -> None:
+        """Give each model an equal part of the memory for caches: of what is left beside as many models, the largest first, as leave
+        enough."""
+        needed = sorted((entry.source.needed for entry in self._entries.values()), reverse=True)
+        sums = list(itertools.accumulate(needed))
+        together = max(1, sum(one <= (1 - _LEAST_FOR_CACHES) * limit for one in sums))
+        room = (limit - sums[together - 1]) / together
+        for entry in self._entries.values():
+            entry.budget = entry.nbytes = int(entry.source.needed + room)
 
     @property
     def first(self) -> LoadedModel:
@@ -252,7 +281,7 @@ class ModelPool:
             raise ShoalError("no request waits for it any more")
         self._make_room(entry, entry.nbytes, may_wait=True)
         start = time.monotonic()
-        made = LoadedModel(entry.source.load(), self._warn)
+        made = LoadedModel(entry.source.load(), self._warn, memory_bytes=entry.budget)
         made.start()
         self._tell(f"{entry.source.name} is loaded, in {time.monotonic() - start:.1f} s")
         return made

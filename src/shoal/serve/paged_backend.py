@@ -18,9 +18,10 @@ from shoal.models.generation.decoding import NO_PENALTIES
 from shoal.models.generation.paged_cache import PAGE
 from shoal.models.generation.paged_decoding import MOST_READ, READ_RUNGS, PagedDecoder, StepChoices, StepKind, can_page, computing
 from shoal.models.generation.side_texts import SideTexts
-from shoal.serve.backend import LONGEST_UNBOUNDED, LocalBackend, machine_entry, refuse_unserved
+from shoal.serve.backend import LONGEST_UNBOUNDED, machine_entry, refuse_unserved
 from shoal.serve.batching import Backend, ChosenTokens, ForwardBatch, GenerationJob, MachineEntry, TokenLogprob, moving_average
 from shoal.serve.nodes.layer_host import memory_for_layers
+from shoal.serve.serving_memory import cache_token_bytes
 
 _SHARE_OF_MEMORY = 0.75
 """Of the memory that is free beside the weights. The rest is for activations, and for what is recorded."""
@@ -44,14 +45,16 @@ class PagedBackend(Backend):
     microbatches, ahead = 1, 1
     smallest_chunk, largest_chunk, ragged = READ_RUNGS[1], MOST_READ, True
 
-    def __init__(self, model: Any, *, most_running: int, kept_tokens: int) -> None:
-        """`kept_tokens`: tokens of ended requests that may stay. Their pages are in the same pool, and make way for requests."""
+    def __init__(self, model: Any, *, most_running: int, kept_tokens: int, memory_bytes: float | None = None) -> None:
+        """`kept_tokens`: tokens of ended requests that may stay. Their pages are in the same pool, and make way for requests.
+        `memory_bytes`: beside the weights; null: most of what is free."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.memory_bytes, self.token_s, self.tokens = memory_for_layers(self.device), 0.0, 0
+        self.memory_bytes = memory_for_layers(self.device) if memory_bytes is None else int(memory_bytes)
+        self.token_s, self.tokens = 0.0, 0
         self.vocab_size: int = model.vocab_size
-        most = max(PAGE, int(_SHARE_OF_MEMORY * self.memory_bytes) // _token_bytes(model))
+        most = paged_tokens(model, self.memory_bytes)
         self.longest: int = min(model.max_seq_len or LONGEST_UNBOUNDED, most)
         tokens = min(most, most_running * self.longest + kept_tokens)
         self.decoder = PagedDecoder(model, rows=most_running, longest=self.longest, tokens=tokens)
@@ -150,17 +153,14 @@ class PagedBackend(Backend):
         """No other machine takes part."""
 
 
-def local_backend(model: Any, beside: SideTexts | None, *, most_running: int, kept_tokens: int) -> Backend:
-    """The backend of a model that is whole on this machine: with pages on a GPU, where that is possible."""
-    if beside is None and next(model.parameters()).is_cuda and can_page(model):
-        return PagedBackend(model, most_running=most_running, kept_tokens=kept_tokens)
-    return LocalBackend(model, beside)
+def paged_tokens(model: Any, memory_bytes: float) -> int:
+    """Tokens for whose pages there is memory."""
+    return max(PAGE, int(_SHARE_OF_MEMORY * memory_bytes) // cache_token_bytes(model))
 
 
-def _token_bytes(model: Any) -> int:
-    """What the keys and values of one token take in all layers."""
-    attention = model.blocks[0].attention
-    return int(2 * len(model.blocks) * attention.kv_heads * attention.head_size * model.token_embedding.weight.element_size())
+def is_paged(model: Any, beside: SideTexts | None) -> bool:
+    """Whether a model that is whole on this machine is decoded with pages."""
+    return beside is None and bool(next(model.parameters()).is_cuda) and can_page(model)
 
 
 def _chosen(copies: Sequence[Tensor]) -> ChosenTokens:

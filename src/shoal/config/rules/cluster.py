@@ -8,6 +8,7 @@ from typing import Any
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import changed, rule
 from shoal.config.schema.engine import Engine
+from shoal.config.schema.serving import bytes_of
 from shoal.config.schema.strategy import Strategy
 
 
@@ -161,6 +162,21 @@ def origins_are_named(settings: Settings, origins: tuple[str, ...]) -> None:
             message = f"`{origin[:100]}` is not the origin of a page"
             help = "write each origin as a browser does: scheme, host in small letters, port where it is not the usual one"
             settings.report("origin", message, "serving.allow_origins", help=help)
+
+
+@rule("serving.memory")
+def memory_is_a_size(settings: Settings, memory: str) -> None:
+    try:
+        bytes_of(memory)
+    except ValueError as problem:
+        settings.report("memory", str(problem), "serving.memory")
+
+
+@rule("serving.memory", "serving.num_nodes")
+def memory_is_of_one_machine(settings: Settings, memory: str, nodes: int | None) -> None:
+    if memory != "auto" and nodes is not None and nodes > 1:
+        message = "serving.memory bounds models that are whole on one machine; over several, each machine gives what it has free"
+        settings.report("memory", message, "serving.memory", "serving.num_nodes", help="set serving.memory to auto")
 
 
 @rule("serving.num_nodes", "cluster.workers")

@@ -1,5 +1,6 @@
 """Inference: decoding, ports, limits."""
 
+import re
 from typing import Annotated, Literal
 
 from shoal.config.fields import (
@@ -89,8 +90,12 @@ class Serving(Section):
     """Key that clients must send; set it in the environment as SHOAL_API_KEY instead. Null: only this machine is served."""
     allow_origins: tuple[str, ...] = ()
     """Origins, such as https://chat.example, whose pages may use the HTTP API from a browser (CORS). Pages of other origins may not."""
-    max_running: PositiveInt = 8
-    """Most answers that are generated at the same time; each has its own KV cache."""
+    memory: str = "auto"
+    """Memory for all models that are served together, their weights and KV caches, such as 8GB or 512MiB. A model that was not used for
+    longest is unloaded where another needs its memory. auto: four fifths of what is free when the server starts."""
+    max_running: PositiveInt | Literal["auto"] = "auto"
+    """Most answers of a model that are generated at the same time; each has its own KV cache. auto: as many as there is memory for caches
+    beside the weights (of up to 4,096 tokens each), at most 16 on a CPU and 64 on a GPU; 8 where the layers are on several machines."""
     max_waiting: PositiveInt = 64
     """Most requests in the queue; further ones get status 429."""
     hidden_states: Literal["exact", "int8"] = "exact"
@@ -104,3 +109,17 @@ class Serving(Section):
     steps took. 0: none."""
     request_timeout_s: PositiveFloat = 300.0
     """Time limit of a request, in seconds."""
+
+
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def bytes_of(memory: str) -> int | None:
+    """A size such as 8GB as bytes; None for auto. Raises ValueError."""
+    if memory == "auto":
+        return None
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([a-zA-Z]{2,3})", memory)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if found is None or found[2].lower() not in units or not float(found[1]):
+        raise ValueError(f"`{memory[:50]}` is no size: write a number and {', '.join(_UNITS)}, or auto")
+    return int(float(found[1]) * units[found[2].lower()])

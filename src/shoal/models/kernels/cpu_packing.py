@@ -41,22 +41,24 @@ class PackedProduct:
 
 
 @torch.inference_mode()
-def pack_matrices(model: nn.Module, room_bytes: float) -> bool:
-    """Pack those matrices that it makes faster here, if the copies take less than half of the free memory. Returns whether it did."""
+def pack_matrices(model: nn.Module, room_bytes: float) -> int:
+    """Pack those matrices that it makes faster here, if the copies take less than half of the free memory. Returns their
+    bytes."""
     output: Any = getattr(model, "output_weight", None) if hasattr(model, "packed_output") else None  # a stage has no output matrix
     linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output]
     weights = [*(module.weight for module in linear), *([output] if output is not None else [])]
     quicker = {shape: _is_quicker(weight) for shape, weight in {weight.shape: weight for weight in weights if _can(weight)}.items()}
     chosen = [weight for weight in weights if _can(weight) and quicker[weight.shape]]
-    if not chosen or sum(weight.nbytes for weight in chosen) > _SHARE_OF_ROOM * room_bytes:
-        return False
+    size = sum(weight.nbytes for weight in chosen)
+    if size > _SHARE_OF_ROOM * room_bytes:
+        return 0
     ids = set(map(id, chosen))
     for module in linear:
         if id(module.weight) in ids:
             module.forward = PackedProduct(module.weight, module.bias)  # type: ignore[method-assign, assignment]
     if id(output) in ids:
         model.packed_output = PackedProduct(output)  # type: ignore[assignment]
-    return True
+    return size
 
 
 @contextmanager

@@ -214,6 +214,9 @@ class Status(BaseModel):
     models: list[ModelEntry]
     """All models and adapters."""
     machines: list[MachineEntry]
+    max_running: int | None
+    """Answers that are generated at once; null: the model is not loaded."""
+    max_running_reason: str
     running: int
     waiting: int
     tokens: int

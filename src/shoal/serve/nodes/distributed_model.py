@@ -33,6 +33,7 @@ from shoal.serve.nodes.pipeline import NodePipeline
 from shoal.serve.nodes.placement import SERVER_NODE, LayerSize, NodeState
 from shoal.serve.nodes.server import LocalNode, NodeServer
 from shoal.serve.nodes.weights import WeightStore
+from shoal.serve.serving_memory import answers_over_nodes
 from shoal.transports import Server
 
 _MEASURED = 8
@@ -60,7 +61,7 @@ class DistributedModel(NodePipeline):
         ends.to(device)
         pack_matrices(ends, memory_for_layers(device))
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
-        sizes, tokens = layer_sizes(served.model, ends), longest * served.settings.max_running + served.settings.prefix_cache_tokens
+        sizes, tokens = layer_sizes(served.model, ends), longest * answers_over_nodes(served.settings) + served.settings.prefix_cache_tokens
         can_rewind, even = getattr(served.model, "joins_rows", True), served.settings.spread == "even"
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, can_rewind=can_rewind, even=even, tell=tell)
         host = LayerHost(lambda: served.model, get, self.device)
