@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
 
 import pytest
 
+from shoal.serve.load_model import ServedModel
+from shoal.serve.model_pool import ModelPool, ModelSource
 from shoal.serve.server import ModelServer
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
-from tests.support.small_service import running, small_model, small_served
+from tests.support.small_service import running, running_pool, small_model, small_served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
 
@@ -235,3 +238,24 @@ def test_the_page_fits_a_phone_and_everything_has_a_name(page):
     for control in page.locator("button, input, select, textarea").all():
         named = control.evaluate("(one) => one.textContent.trim() || one.getAttribute('aria-label') || one.labels?.length")
         assert named
+
+
+def test_a_model_is_chosen_and_loaded_by_the_first_question(browser):
+    def load() -> ServedModel:
+        return small_served(small_model(), max_new_tokens=8)._replace(name="second")
+
+    sources = [ModelSource("tiny", lambda: small_served(max_new_tokens=8)), ModelSource("second", load)]
+    models = ModelPool(sources, small_served().settings, print).with_first()
+    with running_pool(models) as service, contextlib.closing(browser.new_context()) as context:
+        page = context.new_page()
+        page.set_default_timeout(HANG_S * 1000)
+        page.goto(f"http://127.0.0.1:{service.ports[0]}/")
+        sync_api.expect(page.locator("#models option")).to_have_text(["tiny", "second (not loaded)"])
+        page.locator("#models").select_option("second")
+        sync_api.expect(page.locator("#machines")).to_contain_text("Not loaded")
+        ask(page, "hello")
+        sync_api.expect(page.locator("#again")).to_be_enabled()
+        sync_api.expect(page.locator("#models option")).to_have_text(["tiny", "second"])
+        assert models.state("second").loaded.engine.tokens_written == 8
+        page.reload()
+        sync_api.expect(page.locator("#models")).to_have_value("second")

@@ -39,7 +39,14 @@ def small_served(model: Gpt | None = None, **settings) -> ServedModel:
 @contextmanager
 def running(served: ServedModel, ports: int = 1) -> Iterator[ModelServer]:
     """The service on ports of this machine that the system chose; it ends with the block."""
-    service = ModelServer(ModelPool.of_one(served, lambda text: None), "127.0.0.1", [0] * ports)
+    with running_pool(ModelPool.of_one(served, lambda text: None), ports) as service:
+        yield service
+
+
+@contextmanager
+def running_pool(models: ModelPool, ports: int = 1) -> Iterator[ModelServer]:
+    """The same with several models."""
+    service = ModelServer(models, "127.0.0.1", [0] * ports)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:

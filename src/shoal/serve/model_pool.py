@@ -23,6 +23,7 @@ import torch
 from shoal.config.schema.serving import Serving, bytes_of
 from shoal.data import TokenTexts
 from shoal.errors import ShoalError
+from shoal.freed_memory import return_freed_memory
 from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
@@ -313,6 +314,7 @@ class ModelPool:
         entry.counts.update(proposed=engine.tokens_proposed, accepted=engine.tokens_accepted)
         del loaded, engine
         gc.collect()
+        return_freed_memory()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._tell(f"{entry.source.name} is unloaded")

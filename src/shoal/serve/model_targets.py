@@ -144,20 +144,20 @@ def open_pool(
     targets: Sequence[ModelTarget], overrides: list[Override], warn: Callable[[str], None], tell: Callable[[str], None]
 ) -> ModelPool:
     """The pool of several models, of which the first is loaded. Raises ShoalError."""
-    runs = [_settings(target.targets[0], overrides, warn) for target in targets]
-    serving = runs[0].serving
-    limit = memory_limit(serving, choose_device(runs[0].training.device))
+    found = [_settings(target.targets[0], overrides, warn) for target in targets]
+    first = found[0][1]
+    limit = memory_limit(first.serving, choose_device(first.training.device))
     sources = []
-    for target, run in zip(targets, runs, strict=True):
-        needed = estimated_bytes(target.targets[0], run.serving.weights) + sum(map(adapter_bytes, target.adapters.values()))
+    for target, (place, run) in zip(targets, found, strict=True):
+        needed = estimated_bytes(place, run.serving.weights) + sum(map(adapter_bytes, target.adapters.values()))
         if needed > limit:
             raise too_large(target.name, needed, limit)
         sources.append(ModelSource(target.name, _opener(target, overrides, warn), needed, tuple(target.adapters)))
-    return ModelPool(sources, serving, warn, tell, limit).with_first()
+    return ModelPool(sources, first.serving, warn, tell, limit).with_first()
 
 
-def _settings(target: str, overrides: list[Override], warn: Callable[[str], None]) -> Run:
-    """The settings of a model, which is not loaded. Raises ShoalError where there is none, or where it is for several machines."""
+def _settings(target: str, overrides: list[Override], warn: Callable[[str], None]) -> tuple[str, Run]:
+    """Where a model is, and its settings; it is not loaded. Raises ShoalError where there is none, or where it is for several machines."""
     place = Path(target)
     if not place.exists() or not (place.suffix == ".gguf" or _is_adapter(place)):
         target = find_model(target, warn)
@@ -167,7 +167,7 @@ def _settings(target: str, overrides: list[Override], warn: Callable[[str], None
             f"{target}: its layers go over {run.serving.num_nodes} machines, and several models are served by one: set "
             "serving.num_nodes to 1"
         )
-    return run
+    return target, run
 
 
 def _opener(target: ModelTarget, overrides: list[Override], warn: Callable[[str], None]) -> Callable[[], ServedModel]:

@@ -17,11 +17,11 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Attention
 from shoal.models.huggingface.adapters import CONFIG, read_adapters
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.split_model import layer_modules
 from shoal.models.transformer import Trunk
 from shoal.runs.monitoring.best_weights import FOLDER as BEST
 from shoal.runs.trained_model import PUSHED
 from shoal.serve.nodes.layer_host import memory_for_layers
+from shoal.untrusted.gguf_header import check_gguf
 
 COUNTED_TOKENS = 4096
 """Most tokens of one answer that count when answers at once are chosen: few conversations are longer."""
@@ -60,16 +60,20 @@ def answers_over_nodes(settings: Serving) -> int:
 def cache_token_bytes(model: Any) -> int:
     """What the keys and values of one token take in all layers; 0: the model has none."""
     if isinstance(model, HuggingFace):
-        config = model.inner.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        head = getattr(config, "head_dim", None) or config.hidden_size // (getattr(config, "num_attention_heads", None) or 1)
-        numbers = 2 * len(layer_modules(model)) * (heads * head if heads else config.hidden_size)
+        numbers = _cache_numbers(model.inner.config.get_text_config())
     elif isinstance(model, Trunk):
         numbers = sum(2 * one.kv_heads * one.head_size for one in model.blocks.modules() if isinstance(one, Attention))
     else:
         return 0
     types = [one.dtype for one in model.parameters() if one.is_floating_point()]
     return int(numbers * (types[0] if types else torch.float32).itemsize)
+
+
+def _cache_numbers(config: Any) -> int:
+    """Numbers in the keys and values of one token in all layers of a model of transformers; 0: its settings do not say."""
+    layers, heads = getattr(config, "num_hidden_layers", None) or 0, getattr(config, "num_attention_heads", None) or 1
+    head = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    return int(2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * head)
 
 
 def memory_limit(settings: Serving, device: torch.device, loaded: int = 0) -> float:
@@ -82,7 +86,8 @@ def estimated_bytes(target: str, weights: str) -> int:
     """Memory of the model's weights, from the headers of its files; 0: they are not known. `weights`: see `serving.weights`."""
     place = Path(target)
     if place.suffix == ".gguf" and place.is_file():
-        return int(_MARGIN * place.stat().st_size)
+        numbers = sum(torch.Size(one.shape).numel() for one in check_gguf(place).tensors.values())
+        return int(_MARGIN * (place.stat().st_size if weights == "auto" else _BYTES[weights] * numbers))
     if (place / CONFIG).is_file() and not (place / "config.json").is_file():
         place = Path(read_adapters(place).base)
     return int(_MARGIN * sum(_file_bytes(file, weights) for file in _weight_files(place)))

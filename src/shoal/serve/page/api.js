@@ -24,8 +24,10 @@ async function failure(response) {
   return response.status < 500 ? new RefusedError(message) : new Error(message);
 }
 
-export async function status(key) {
-  const response = await fetch("v1/status", { headers: headers(key) });
+/** Of a model, or of the first where the name is empty. */
+export async function status(key, model) {
+  const query = model ? `?model=${encodeURIComponent(model)}` : "";
+  const response = await fetch(`v1/status${query}`, { headers: headers(key) });
   if (!response.ok) throw await failure(response);
   return response.json();
 }

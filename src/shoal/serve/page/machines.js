@@ -42,12 +42,14 @@ function speed(machine) {
 
 /** Show the machines that the server reports, and the tokens that went through them since the last request. */
 export function show(list, status) {
+  if (before?.model !== status.model) before = null;
   const now = performance.now();
   const rate = before ? ((status.tokens - before.tokens) * 1000) / (now - before.now) : 0;
   const moved = (machine) => before !== null && machine.tokens > (before.of[machine.name] ?? machine.tokens);
   list.replaceChildren(...status.machines.map((machine) => block(machine, moved(machine))));
-  before = { tokens: status.tokens, now, of: Object.fromEntries(status.machines.map((machine) => [machine.name, machine.tokens])) };
+  before = { model: status.model, tokens: status.tokens, now, of: Object.fromEntries(status.machines.map((machine) => [machine.name, machine.tokens])) };
   const total = document.createElement("li");
+  if (!status.machines.length) total.append(line("Not loaded: the first question loads this model."));
   const written = status.running === 1 ? "1 answer is written" : `${status.running} answers are written`;
   total.append(line(`${rate.toFixed(1)} tokens a second; ${written}, ${status.waiting} ${status.waiting === 1 ? "waits" : "wait"}`));
   list.append(total);

@@ -5,6 +5,7 @@ import { copyButton } from "./copy.js";
 import { showDefaults } from "./defaults.js";
 import { show, showDead } from "./machines.js";
 import { render } from "./markdown.js";
+import { chosenModel, forgetModel, showModels } from "./models.js";
 import { loadConversations, loadSettings, newConversation, saveConversations, saveSettings } from "./store.js";
 
 const find = (id) => document.getElementById(id);
@@ -13,6 +14,7 @@ const log = find("log"), question = find("question"), form = find("settings");
 let conversations = loadConversations();
 let current = conversations[0];
 let model = null;
+let loaded = true;
 let writing = null;
 let defaults = null;
 
@@ -108,13 +110,14 @@ async function write(undo) {
   const own = current, controller = new AbortController();
   const turn = { role: "assistant", content: "" };
   writing = controller;
-  say("writing …");
+  say(loaded ? "writing …" : `loading ${model} …`);
   showConversation();
   const node = turnNode(turn);
   log.append(node);
   try {
     let cut = false;
     for await (const { text, reason } of answer(model, own.turns, settings(), controller.signal)) {
+      if (!turn.content && text) say("writing …");
       turn.content += text;
       cut ||= reason === "length";
       const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_PX;
@@ -154,24 +157,35 @@ function again() {
   if (current.turns.length && !writing) write((own) => (own.turns = before));
 }
 
-async function watch() {
+async function look() {
   try {
-    const answer = await status(settings().key);
+    const asked = chosenModel(), answer = await status(settings().key, asked);
+    if (asked !== chosenModel()) return;
     if (model === null) say("");
     model = answer.model;
-    find("model").textContent = model;
+    loaded = answer.models.find(({ id }) => id === model).loaded;
+    showModels(answer);
     defaults = answer.defaults;
     showDefaults(form, defaults);
     show(find("machines"), answer);
   } catch (error) {
+    if (error instanceof RefusedError && chosenModel()) return forgetModel();
     showDead(find("machines"), error instanceof KeyError ? "needs a key" : "cannot be reached");
     if (!writing) say(error.message, true);
     model = null;
   }
+}
+
+async function watch() {
+  await look();
   setTimeout(watch, 2000);
 }
 
 find("ask").addEventListener("submit", ask);
+find("models").addEventListener("chosen", () => {
+  model = null; // a question waits until the state of the chosen model is known
+  look();
+});
 find("stop").addEventListener("click", () => writing?.abort());
 find("again").addEventListener("click", again);
 find("new").addEventListener("click", () => {

@@ -1,6 +1,6 @@
 // Conversations and settings, kept in this browser and nowhere else. The key is forgotten with the tab.
 
-const CONVERSATIONS = "shoal.conversations", SETTINGS = "shoal.settings", KEY = "shoal.key";
+const CONVERSATIONS = "shoal.conversations", SETTINGS = "shoal.settings", KEY = "shoal.key", MODEL = "shoal.model";
 
 function read(storage, name, otherwise) {
   try {
@@ -23,6 +23,8 @@ export function loadConversations() {
   return Array.isArray(found) && found.length ? found : [newConversation()];
 }
 
+export const loadModel = () => String(read(localStorage, MODEL, ""));
+export const saveModel = (name) => write(localStorage, MODEL, name);
 export const newConversation = () => ({ turns: [] });
 export const saveConversations = (all) => write(localStorage, CONVERSATIONS, all);
 export const loadSettings = () => ({ ...read(localStorage, SETTINGS, {}), key: read(sessionStorage, KEY, "") });
