@@ -94,7 +94,7 @@ def test_what_cannot_be_served_together_is_refused_by_name(models, capsys):
         ("adapters are served by one machine", [base, "--adapter", f"a={models / 'polite'}", "--nodes", "2"]),
         ("serving.num_nodes to 1", [base, small, "--set", "serving.num_nodes=2"]),
         ("is no size", [base, "--set", "serving.memory=much"]),
-        ("base takes about .* serving.memory allows 100.0 kB", [base, "--set", "serving.memory=100kB"]),
+        ("base takes about .* serving.memory allows 50.0 kB", [base, "--set", "serving.memory=50kB"]),
     ):
         assert main(["serve", *arguments, *device]) == 2, words
 

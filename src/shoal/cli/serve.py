@@ -147,7 +147,7 @@ def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], co
             workers.close()
 
 
-def _parsed(argv: list[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shoal serve", description="Serve models with an OpenAI-compatible API and a chat page.")
     parser.add_argument(
         "targets",
@@ -178,6 +178,11 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add_public_address_option(parser)
     add_announce_option(parser)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
+    return parser
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
     arguments = parse_with_plugins(parser, argv)
     if arguments.demo == bool(arguments.targets):
         parser.error("name a run, a model or configuration files, or --demo")
