@@ -148,5 +148,5 @@ def test_a_client_is_told_what_was_not_read_again() -> None:
         assert answers[0]["choices"] == answers[1]["choices"]
         assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 25]
         figures = httpx.get(f"{address}/metrics", timeout=HANG_S).text
-    assert "shoal_reused_tokens_total 25\n" in figures
+    assert 'shoal_reused_tokens_total{model="tiny"} 25\n' in figures
     assert "shoal_kept_tokens 29\n" in figures
