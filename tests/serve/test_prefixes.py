@@ -149,4 +149,4 @@ def test_a_client_is_told_what_was_not_read_again() -> None:
         assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 25]
         figures = httpx.get(f"{address}/metrics", timeout=HANG_S).text
     assert 'shoal_reused_tokens_total{model="tiny"} 25\n' in figures
-    assert "shoal_kept_tokens 29\n" in figures
+    assert 'shoal_kept_tokens{model="tiny"} 29\n' in figures
