@@ -16,15 +16,18 @@ pytest.importorskip("llguidance", reason="answers by a grammar need llguidance: 
 
 from llguidance import LLMatcher
 
+from shoal.config.schema import model as model_schema
 from shoal.data import load_tokenizer
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.models.generation.decoding import LogitPenalties, Warp
 from shoal.models.generation.token_masks import _denied_on_gpu, masked, words_for
+from shoal.models.gpt import Gpt
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler, GrammarError, TokenConstraint, check_size
 from shoal.serve.nodes.placement import SERVER_NODE
 from shoal.serve.paged_backend import PagedBackend
+from shoal.serve.tool_formats import json_rule
 from tests.serve.test_batching import VOCABULARY, Heard, alone, job, make_model
 from tests.serve.test_nodes import finish, make, split_evenly, spread
 from tests.support.chat_folders import write_tokenizer
@@ -130,6 +133,7 @@ def test_what_cannot_be_followed_is_refused_before_the_model_works():
         LLMatcher.grammar_from_regex("(" * 30_000 + "a" + ")" * 30_000),
         LLMatcher.grammar_from_lark("start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
         LLMatcher.grammar_from_lark("start: start start | "),
+        LLMatcher.grammar_from_lark("start: s\ns: s s | /[a-z ]/ | \n"),
         LLMatcher.grammar_from_json_schema(json.dumps({"$ref": "#"})),
         LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "minLength": 10**9})),
         LLMatcher.grammar_from_json_schema(
@@ -214,6 +218,23 @@ def test_a_machine_that_is_lost_changes_no_token_of_a_constrained_answer():
         finish(one, pull)
         assert lost not in machines.running
     assert [(listener.tokens, listener.end) for listener in heard_here] == expected
+
+
+@pytest.mark.long
+def test_answers_by_a_thousand_random_schemas_are_all_valid(tmp_path: Path):
+    tokenizer, draw = load_tokenizer(str(write_tokenizer(tmp_path, "qwen25"))), random.Random(7)
+    torch.manual_seed(2)
+    model = Gpt(model_schema.Gpt(hidden_size=32, num_layers=2, num_heads=4, max_seq_len=1024), tokenizer.vocab_size).eval()
+    compiler = GrammarCompiler(tokenizer, (tokenizer.eos_id,), tokenizer.vocab_size)
+    one = BatchingEngine(LocalBackend(model), most_running=16, most_waiting=1000, clock=itertools.count().__next__)
+    asked = [(random_schema(draw), Heard()) for _ in range(1000)]
+    for number, (content, heard) in enumerate(asked):
+        constraint = compiler.compile(f"start: {json_rule(content)}\n")
+        one.submit(job([number % 300, 3], heard, 900, constraint=constraint, eos_ids=frozenset({tokenizer.eos_id})))
+    finish(one)
+    for content, heard in asked:
+        assert heard.end == "stop"
+        jsonschema.validate(json.loads(tokenizer.decode(heard.tokens)), content)
 
 
 def test_an_answer_that_cannot_go_on_ends_with_a_reason_of_its_own():

@@ -23,7 +23,7 @@ from shoal.data import Tokenizer, load_tokenizer
 from shoal.data.text.chat_template import template_of
 from shoal.models.gpt import Gpt
 from shoal.serve.load_model import ServedModel
-from shoal.serve.tool_formats import tool_format
+from shoal.serve.tool_formats import closed_schema, tool_format
 from shoal.serve.tool_parser import ToolCallParser
 from tests.serve.test_api import url
 from tests.support.chat_folders import QWEN25, write_tokenizer
@@ -264,6 +264,13 @@ def test_calls_are_found_wherever_their_text_is_cut(form, tmp_path):
 def test_what_is_no_call_stays_text(form, text, tmp_path):
     for cuts in ([], list(range(1, len(text)))):
         assert parsed(form, tmp_path, text, cuts) == (text, [])
+
+
+def test_arguments_that_a_schema_does_not_name_are_not_written_where_it_names_some():
+    named = {"type": "object", "properties": {"a": {}}}
+    assert closed_schema(named) == named | {"additionalProperties": False}
+    for open_ in ({"type": "object"}, named | {"required": ["b"]}, named | {"additionalProperties": True}, named | {"anyOf": [{}]}):
+        assert closed_schema(open_) == open_
 
 
 @pytest.mark.parametrize(

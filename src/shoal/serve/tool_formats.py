@@ -46,6 +46,8 @@ class ToolFormat(NamedTuple):
 _HERMES = ToolFormat("Hermes", "<tool_call>", "</tool_call>", "arguments")
 _MISTRAL = ToolFormat("Mistral", "[TOOL_CALLS]", "", "arguments", is_list=True, id_letters=9)
 _LLAMA = ToolFormat("Llama 3", "<|python_tag|>", "", "parameters", is_marked=False, takes_several=False)
+_PLAIN = {"type", "properties", "required", "title", "description", "$schema"}
+"""Keywords of a schema of arguments beside which further ones are not meant."""
 _OTHERS = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]")
 """Of forms that are like one of these, and are not read: calls in XML, and a name before the arguments."""
 
@@ -126,6 +128,15 @@ def choice_rule(choices: Sequence[str]) -> str:
 def arguments_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The JSON schema of a tool's arguments, which are an object."""
     return _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
+
+
+def closed_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same without fields that the schema allows and does not name, where it names some and needs no others."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list) or set(schema) - _PLAIN:
+        return schema
+    needs_others = any(not isinstance(one, str) or one not in named for one in required)
+    return schema if needs_others else {**schema, "additionalProperties": False}
 
 
 def _quoted(text: str) -> str:

@@ -9,7 +9,7 @@ from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 from shoal.serve.api.requests import ChatRequest, GenerationRequest, JsonSchemaFormat, NamedToolChoice, TextFormat, ToolDefinition
 from shoal.serve.constraints import GrammarCompiler, TokenConstraint, check_size
-from shoal.serve.tool_formats import CallableTool, ToolFormat, arguments_schema, calls_grammar, choice_rule, json_rule
+from shoal.serve.tool_formats import CallableTool, ToolFormat, arguments_schema, calls_grammar, choice_rule, closed_schema, json_rule
 from shoal.serve.tool_parser import ToolCallParser
 from shoal.web.auth import RefusedError
 
@@ -86,7 +86,8 @@ def _grammar_of(request: GenerationRequest, use: ToolUse | None) -> str:
     answer = _answer_of(request)
     if use is None:
         return f"start: {answer}\n"
-    tools = [CallableTool(one.function.name, arguments_schema(one.function.parameters), bool(one.function.strict)) for one in use.tools]
+    functions = [tool.function for tool in use.tools]
+    tools = [CallableTool(one.name, closed_schema(arguments_schema(one.parameters)), bool(one.strict)) for one in functions]
     check_size([dict(tool.parameters) for tool in tools], "tools")
     return calls_grammar(use.form, tools, needs_call=use.needs_call, several=use.several, answer=answer)
 
