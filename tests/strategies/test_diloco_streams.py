@@ -21,7 +21,7 @@ SMALL = {
     "logging": {"every_steps": 1},
 }
 DILOCO = {"strategy": {"kind": "diloco", "inner_steps": 6, "rounds": 4, "round_timeout_s": 60.0}}
-LONGER = {"strategy": {"inner_steps": 12, "rounds": 12}, "evaluation": {"strategy": "steps"}}
+LONGER = {"strategy": {"inner_steps": 12, "rounds": 9}, "evaluation": {"strategy": "steps"}}
 PLAIN_OUTER = {"strategy": {"outer": {"learning_rate": 1.0, "momentum": 0.0}}}
 
 

@@ -657,7 +657,7 @@ class Schedule:
             assert pure.holds(worker, unit) == board.holds(worker, unit)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(units=st.integers(1, 4), quorum=st.sampled_from([None, 1, 2]), steps=st.lists(STEPS, min_size=10, max_size=40))
 def test_the_module_and_the_database_do_the_same_under_any_schedule(
     board: PostgresKeeper, units: int, quorum: int | None, steps: list[tuple[str, object]]
@@ -669,7 +669,7 @@ def test_the_module_and_the_database_do_the_same_under_any_schedule(
     schedule.compare()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(units=st.integers(1, 4), quorum=st.sampled_from([None, 1, 2]), steps=st.lists(CROWDS_STEPS, min_size=10, max_size=40))
 def test_they_do_the_same_where_each_worker_is_somebody_else(
     students: StudentsKeeper, units: int, quorum: int | None, steps: list[tuple[str, object]]
