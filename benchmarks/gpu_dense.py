@@ -5,11 +5,8 @@ Both train from random weights on the same batches with fused AdamW under autoca
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-
 import torch
+from gpu_step_time import Step, median_seconds
 from run import Row
 from torch import Tensor
 
@@ -21,8 +18,6 @@ from shoal.tasks.language import LanguageModelling
 
 BATCH, LENGTH, VOCABULARY = 32, 1024, 50257
 STEPS, ROUNDS = 20, 5
-
-Step = Callable[[], Tensor]
 
 
 def ours(batch: dict[str, Tensor]) -> Step:
@@ -52,16 +47,6 @@ def peer(batch: dict[str, Tensor]) -> Step:
     return step
 
 
-def tokens_per_second(step: Step) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        loss = step()
-    torch.cuda.synchronize()
-    assert float(loss) == float(loss)
-    return STEPS * BATCH * LENGTH / (time.perf_counter() - start)
-
-
 def measure() -> list[Row]:
     torch.set_float32_matmul_precision("high")
     ids = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device="cuda")
@@ -70,11 +55,7 @@ def measure() -> list[Row]:
     for step in steps.values():
         for _ in range(5):
             step()
-    rates: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            rates[name].append(tokens_per_second(step))
-    middle = {name: statistics.median(values) for name, values in rates.items()}
+    rates = {name: BATCH * LENGTH / seconds for name, seconds in median_seconds(steps, STEPS, ROUNDS).items()}
     memory = torch.cuda.max_memory_allocated() / 2**30
     note = f"peak memory of both {memory:.1f} GiB"
-    return [Row("gpu-dense GPT-2 124M", middle["ours"], middle["peer"], "tokens/s", middle["ours"] / middle["peer"], "≥ 1.35", note)]
+    return [Row("gpu-dense GPT-2 124M", rates["ours"], rates["peer"], "tokens/s", rates["ours"] / rates["peer"], "≥ 1.35", note)]

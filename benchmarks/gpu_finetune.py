@@ -16,12 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_step_time import Step, median_seconds
 from run import Row
 from torch import Tensor
 
@@ -73,9 +73,6 @@ def operations(size: Size, model: torch.nn.Module, pairs: int) -> float:
     return size.batch * (products * LENGTH + 3 * attention)
 
 
-Step = Callable[[], Tensor]
-
-
 def ours(folder: str, batch: dict[str, Tensor], **model: Any) -> tuple[Step, torch.nn.Module]:
     training = {"precision": {"kind": "bf16"}, "compile": True, "optimizer": {"name": "AdamW", "learning_rate": 1e-5}}
     settings = {"model": {"kind": "huggingface", "pretrained": folder, **model}, "training": training, "data": {"sequence_length": LENGTH}}
@@ -114,16 +111,6 @@ def peer(folder: str, batch: dict[str, Tensor], lora: bool) -> Step:
     return step
 
 
-def seconds(step: Step) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        loss = step()
-    torch.cuda.synchronize()
-    assert float(loss) == float(loss)
-    return (time.perf_counter() - start) / STEPS
-
-
 def rows_of(size: Size, packed: bool) -> dict[str, Tensor]:
     ids = torch.randint(VOCABULARY, (size.batch, LENGTH + 1), device="cuda")
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
@@ -142,11 +129,7 @@ def compared(size: Size, folder: str, packed: bool, lora: bool) -> Row:
     for step in (own, theirs):
         losses.append([float(step()) for _ in range(WARM_UP)])
     difference = max(abs(one - other) / other for one, other in zip(*losses, strict=True))
-    taken: dict[str, list[float]] = {"ours": [], "peer": []}
-    for _ in range(ROUNDS):
-        taken["ours"].append(seconds(own))
-        taken["peer"].append(seconds(theirs))
-    middle = {name: statistics.median(values) for name, values in taken.items()}
+    middle = median_seconds({"ours": own, "peer": theirs}, STEPS, ROUNDS)
     tokens, pairs = size.batch * LENGTH, LENGTH**2 // (DOCUMENTS if packed else 1)
     share = operations(size, model, pairs) / middle["ours"] / PEAK
     note = f"{share:.0%} of 780 TFLOP/s, losses within {difference:.1e}, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB for both"

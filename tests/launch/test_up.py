@@ -16,14 +16,18 @@ import yaml
 from shoal.cli.main import main
 from shoal.cli.up import _remove_unbegun, _report_unfit
 from shoal.config import missing_parts
+from shoal.config.load import ConfigFile, resolve
 from shoal.launch import ssh_workers
 from shoal.launch.up_file import note_started, running_process, unfit_workers, written_while_up
+from shoal.runs.invitation import CoordinatorSecrets, Invitation
+from shoal.transports.keys import new_keys
 from shoal.version import __version__
 from tests.support.eventually import eventually
 from tests.support.small_slurm import tiny_slurm
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
 FLEET = SMALL + "strategy: {kind: syncps, round_timeout_s: 5}\ntransport: {kind: zmq, port: 0}\ncluster: {workers: [ann, bo]}\n"
+BY_SSH = ["--set", "launch.kind=ssh", "--set", f"launch.ssh.python={sys.executable}"]
 FOR_EVER = ["--set", "training.epochs=100000", "--set", "coordinator.heartbeat_interval_s=0.5"]
 
 
@@ -51,14 +55,7 @@ def by_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = [
-        "--set",
-        "launch.kind=ssh",
-        "--set",
-        f"launch.ssh.python={sys.executable}",
-        "--set",
-        "cluster.hosts={ann: {user: ada}, bo: {host: bo}}",
-    ]
+    more = [*BY_SSH, "--set", "cluster.hosts={ann: {user: ada}, bo: {host: bo}}"]
     assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
     try:
         assert "shoal down run" in capsys.readouterr().out
@@ -133,14 +130,7 @@ def test_the_folder_of_a_run_that_did_not_begin_is_removed(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_a_fleet_of_which_a_machine_cannot_work_is_up_and_the_exit_code_says_so(by_ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = [
-        "--set",
-        "launch.kind=ssh",
-        "--set",
-        f"launch.ssh.python={sys.executable}",
-        "--set",
-        "cluster.hosts={ann: {host: nobody}, bo: {host: bo}}",
-    ]
+    more = [*BY_SSH, "--set", "cluster.hosts={ann: {host: nobody}, bo: {host: bo}}"]
     assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 2
     try:
         told = capsys.readouterr()
@@ -155,9 +145,6 @@ def test_a_fleet_of_which_a_machine_cannot_work_is_up_and_the_exit_code_says_so(
 
 
 def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path) -> None:
-    from shoal.config.load import ConfigFile, resolve
-    from shoal.runs.invitation import Invitation
-
     run = resolve([ConfigFile("fleet.yaml")], [], environ={}).run
     said: list[str] = []
     made = ssh_workers.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
@@ -174,9 +161,6 @@ def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path)
 
 
 def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(folder: Path) -> None:
-    from shoal.config.load import ConfigFile, resolve
-    from shoal.runs.invitation import Invitation
-
     run = resolve([ConfigFile("cluster_config_edp"), ConfigFile("nn_config")], [], environ={}).run
     made = ssh_workers.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
     assert [made.invitation_of(worker)["address"] for worker in made.workers] == ["tcp://192.168.50.1:65432", "tcp://10.10.0.1:65432"]
@@ -258,9 +242,6 @@ def test_kubernetes_gets_manifests_whose_parts_fit_each_other(folder: Path) -> N
 
 
 def test_a_coordinator_takes_the_secrets_that_its_manifests_were_written_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs.invitation import CoordinatorSecrets
-    from shoal.transports.keys import new_keys
-
     keys = new_keys()
     monkeypatch.setenv("SHOAL_TOKEN", "t" * 32)
     assert CoordinatorSecrets.of(folder).token != "t" * 32, "a token alone is for joining"
