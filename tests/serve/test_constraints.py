@@ -27,6 +27,7 @@ from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler, GrammarError, TokenConstraint, check_size
 from shoal.serve.nodes.placement import SERVER_NODE
 from shoal.serve.paged_backend import PagedBackend
+from shoal.serve.speculation import Speculation
 from shoal.serve.tool_formats import json_rule
 from tests.serve.test_batching import VOCABULARY, Heard, alone, job, make_model
 from tests.serve.test_nodes import finish, make, split_evenly, spread
@@ -193,6 +194,22 @@ def test_a_backend_that_chooses_tokens_itself_follows_the_same_grammars():
     assert [one.end for one in found] == [one.end for one in expected]
     for one in found[1::3]:
         jsonschema.validate(json.loads(LETTERS.decode(one.tokens)), SCHEMA)
+
+
+def test_proposed_tokens_go_through_the_same_grammar():
+    """A model that repeats itself has tokens proposed; those that its grammar does not allow are not even verified."""
+    model, content = make_model("rotary"), {"type": "array", "items": {"enum": ["redredred", "reded"]}, "minItems": 12, "maxItems": 12}
+    texts = []
+    for speculation in (None, Speculation(5)):
+        one, heard = engine(LocalBackend(model)), [Heard() for _ in range(3)]
+        one.speculation = speculation
+        for number, (listener, constraint) in enumerate(zip(heard, (schema(content), None, regex("(abab|ab){30}x")), strict=True)):
+            one.submit(job([number, 5], listener, 60, warp=Warp(0.0), constraint=constraint))
+        finish(one)
+        texts.append([(listener.tokens, listener.end) for listener in heard])
+    assert texts[0] == texts[1]
+    assert one.tokens_accepted > 20
+    assert one.tokens_accepted <= one.tokens_proposed
 
 
 def test_a_machine_that_is_lost_changes_no_token_of_a_constrained_answer():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import openai
 
 from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Serving
-from shoal.data import Tokenizer, load_tokenizer
+from shoal.data import StreamedText, Tokenizer, load_tokenizer
 from shoal.data.text.chat_template import template_of
 from shoal.models.gpt import Gpt
+from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
-from shoal.serve.tool_formats import closed_schema, tool_format
-from shoal.serve.tool_parser import ToolCallParser
+from shoal.serve.tool_formats import CallableTool, calls_grammar, closed_schema, json_rule, tool_format
+from shoal.serve.tool_parser import MarkedText, ToolCallParser
 from tests.serve.test_api import url
 from tests.support.chat_folders import QWEN25, write_tokenizer
 from tests.support.json_schemas import random_schema
@@ -91,14 +92,15 @@ TOOLS = [
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, "seed": 5}
 
 
-def tokenizer_of(folder: Path, form: str) -> Tokenizer:
+def tokenizer_of(folder: Path, form: str, marks: Sequence[str] = ()) -> Tokenizer:
+    """`marks`: further special tokens, which the template names."""
     family, template = FORMS[form]
-    write_tokenizer(folder, family, template=template)
-    if form == "mistral":
+    write_tokenizer(folder, family, template=template + "{# " + " ".join(marks) + " #}")
+    if form == "mistral" or marks:
         from tokenizers import Tokenizer as Library
 
         made = Library.from_file(str(folder / "tokenizer.json"))
-        made.add_special_tokens(["[TOOL_CALLS]"])
+        made.add_special_tokens([*marks] or ["[TOOL_CALLS]"])
         made.save(str(folder / "tokenizer.json"))
     return load_tokenizer(str(folder))
 
@@ -264,6 +266,28 @@ def test_calls_are_found_wherever_their_text_is_cut(form, tmp_path):
 def test_what_is_no_call_stays_text(form, text, tmp_path):
     for cuts in ([], list(range(1, len(text)))):
         assert parsed(form, tmp_path, text, cuts) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "marks", "text"),
+    [
+        ("llama", ["<|python_tag|>"], '<|python_tag|>{"name": "weather", "parameters": {"city": "x"}}'),
+        ("hermes", ["<tool_call>", "</tool_call>"], '<tool_call>\n{"name": "weather", "arguments": {"city":"x"}}\n</tool_call>'),
+        ("mistral", [], '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "x", "days": 3}}]'),
+    ],
+)
+def test_marks_that_are_special_tokens_are_in_the_grammar_and_in_the_text(form, marks, text, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, form, marks)
+    made = tool_format(tokenizer)
+    assert made is not None
+    assert set(made.special.values()) == {*marks, *(["[TOOL_CALLS]"] if form == "mistral" else [])}
+    compiler, ids = GrammarCompiler(tokenizer, (tokenizer.eos_id,), tokenizer.vocab_size), tokenizer.encode(text)
+    tools = [CallableTool("weather", WEATHER, True)]
+    for needs_call, several, answer in ((True, True, None), (False, True, None), (False, False, None), (False, True, json_rule({}))):
+        grammar = calls_grammar(made, tools, needs_call=needs_call, several=several, answer=answer)
+        assert compiler.compile(grammar).accepted(ids) == len(ids)
+    decoder = MarkedText(StreamedText(tokenizer), made)
+    assert decoder.add(*ids[:1]) + decoder.add(*ids[1:]) + decoder.finish() == text
 
 
 def test_arguments_that_a_schema_does_not_name_are_not_written_where_it_names_some():
