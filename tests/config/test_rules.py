@@ -344,6 +344,8 @@ BROKEN = [
     ("weights", "serving: {weights: int8}\nmodel: {kind: moe}\n", ["serving.weights", "model.kind"]),
     ("origin", 'serving: {allow_origins: ["*"]}\n', ["serving.allow_origins"]),
     ("origin", "serving: {allow_origins: [https://chat.example/]}\n", ["serving.allow_origins"]),
+    ("memory", "serving: {memory: much}\n", ["serving.memory"]),
+    ("memory", "serving: {memory: 8GB, num_nodes: 2}\n", ["serving.memory", "serving.num_nodes"]),
     ("nodes", "serving: {num_nodes: 4}\n" + HOSTS, ["serving.num_nodes", "cluster.workers"]),
     ("nodes", "serving: {num_nodes: 4}\nmodel: {kind: gpt, num_layers: 3}\n", ["serving.num_nodes", "model.num_layers"]),
     ("early-stopping", "training: {early_stopping: {patience: 2}}\nevaluation: {strategy: never}\n", None),

@@ -82,11 +82,13 @@ def test_requests_of_different_adapters_in_one_batch_get_the_merged_models_texts
     for name, folder in folders.items():
         adapters.add(name, read_adapters(folder))
     models = {"": served_layers(inner)[0]} | {name: merged(inner, folder) for name, folder in folders.items()}
-    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8], [4, 6]]
-    names = ["a", "", "b", "a", "b"]
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8], [4, 6]] + [
+        list(range(start, start + 12)) for start in range(3)
+    ]
+    names = ["a", "", "b", "a", "b", "b", "", "a"]
     one = BatchingEngine(LocalBackend(model, adapters=adapters), most_running=8, most_waiting=8, clock=iter(range(10**6)).__next__)
     heard = [Heard() for _ in prompts]
-    for prompt, name, listener, length in zip(prompts, names, heard, (12, 9, 7, 12, 10), strict=True):
+    for prompt, name, listener, length in zip(prompts, names, heard, (12, 9, 7, 12, 10, 3, 3, 3), strict=True):
         one.submit(job(prompt, listener, length, adapter=name))
     finish(one)
     texts = [alone(models[name], prompt, len(told.tokens)) for prompt, name, told in zip(prompts, names, heard, strict=True)]
