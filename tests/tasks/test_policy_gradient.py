@@ -527,7 +527,9 @@ def settings(tmp_path: Path, **rlhf: Any) -> Any:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "more", [{}, {"value": "head"}, {"algorithm": "grpo"}, {"algorithm": "online-dpo"}], ids=["network", "head", "grpo", "online-dpo"]
+    "more",
+    [{}, {"value": "head"}, pytest.param({"algorithm": "grpo"}, marks=pytest.mark.long), {"algorithm": "online-dpo"}],
+    ids=["network", "head", "grpo", "online-dpo"],
 )
 def test_a_policy_resumes_in_the_middle_of_a_rollout_to_the_same_numbers(tmp_path: Path, more: dict[str, Any]) -> None:
     whole = prepare(settings(tmp_path, **more), run_dir=str(tmp_path / "whole"), resume=False, reporters=[])

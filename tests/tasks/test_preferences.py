@@ -190,7 +190,7 @@ def settings(tmp_path: Path, task: str, **more: Any) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("task", ["reward", "sigmoid", "kto", "orpo"])
+@pytest.mark.parametrize("task", ["reward", "sigmoid", "kto", pytest.param("orpo", marks=pytest.mark.long)])
 def test_a_run_learns_from_pairs_and_resumes_to_the_same_numbers(task: str, tmp_path: Path) -> None:
     whole = prepare(settings(tmp_path, task), run_dir=str(tmp_path / "whole"), resume=False, reporters=[])
     summary = whole.train()
