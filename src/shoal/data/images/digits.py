@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def load_digits(run: Run) -> Data:
     return image_data(run, "digits", train, held_out, (channels, height, width), 10)
 
 
+@functools.cache
 def _digits() -> NDArray[np.uint8]:
     """A row of 64 pixels (0 to 16) and a label for each digit. Reading scikit-learn's file is faster than importing scikit-learn."""
     found = importlib.util.find_spec("sklearn")
