@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.records import HEAD_BYTES, JournalReader
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoints
+from tests.support.processes import Command
 from tests.support.small_cluster import Cluster, FakeWorker, strategy_of
 
 MARK = 8  # bytes at the end of a record without which it is still whole: the next one writes them again
@@ -95,21 +94,24 @@ for seq in range(10_000):
 @pytest.mark.whole
 @pytest.mark.parametrize("after", [*(pytest.param(after, marks=pytest.mark.long) for after in (23, 41)), 64])
 def test_what_was_written_over_old_journals_survives_a_kill(tmp_path: Path, after: int) -> None:
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    written = [int(writer.stdout.readline()) for _ in range(after)]
-    writer.kill()
-    written += map(int, writer.stdout.read().split())
-    writer.wait()
-    writer.stdout.close()
-    journal = FileJournal(tmp_path)
-    found = list(journal.recover(min(journals(tmp_path))))
+    program, folder = tmp_path / "writer.py", tmp_path / "journal"
+    program.write_text(WRITER)
+    folder.mkdir()
+    writer = Command([str(program), str(folder)])
+    try:
+        written = [int(writer.stdout.readline()) for _ in range(after)]
+        writer.kill()
+        written += map(int, writer.stdout.read().split())
+    finally:
+        writer.close()
+    journal = FileJournal(folder)
+    found = list(journal.recover(min(journals(folder))))
     journal.close()
     seqs = [record["seq"] for record, _ in found]
     assert seqs == [*range(seqs[0], seqs[0] + len(seqs))]
     assert seqs[-1] >= written[-1], "all that it told of"
     assert all(frames == (bytes([record["seq"] % 251]) * (1 << 20),) for record, frames in found)
-    assert len(journals(tmp_path)) <= 3
+    assert len(journals(folder)) <= 3
 
 
 def test_zeros_that_a_power_cut_left_are_no_records(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as module
 from shoal.runs.folder.checkpoint import Checkpoints, find_checkpoint, read_checkpoint
 from shoal.updates.state_packing import packed, unpacked
+from tests.support.processes import Command
 from tests.support.small_runs import DIGITS
 
 STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}
@@ -92,10 +91,12 @@ shoal.train(sys.argv[1], run_dir=sys.argv[2], progress=False)
 def test_a_kill_while_a_thread_writes_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(f"{DIGITS}training: {{max_steps: 6, device: cpu}}\ncheckpoint: {{strategy: steps, every_steps: 2}}\n")
-    with subprocess.Popen([sys.executable, "-c", TRAINS, "config.yaml", "run"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"writing\n"
-        process.kill()
+    Path("trains.py").write_text(TRAINS)
+    process = Command(["trains.py", "config.yaml", "run"])
+    try:
+        assert process.stdout.readline() == "writing\n"
+    finally:
+        process.close()
     assert {path.name for path in Path("run/checkpoints").iterdir()} == {"latest", "step-00000002", ".partial-step-00000004"}
     resumed = shoal.train("config.yaml", run_dir="run", resume=True, progress=False)
     assert str(resumed.summary["resumed_from"]).endswith("step-00000002")
