@@ -342,6 +342,12 @@ BROKEN = [
     ("offload", "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true, cpu_offload: true}\n", None),
     ("hub", "hub: {enabled: true, repo_id: nobody, token: x}\n", ["hub.repo_id", "hub.enabled"]),
     ("weights", "serving: {weights: int8}\nmodel: {kind: moe}\n", ["serving.weights", "model.kind"]),
+    ("proposals", "serving: {proposed_tokens: 4}\nmodel: {kind: lstm}\n", ["serving.proposed_tokens", "model.kind"]),
+    (
+        "proposals",
+        "serving: {proposed_tokens: 4}\nmodel: {kind: moe, retrieval: {enabled: true}}\n",
+        ["serving.proposed_tokens", "model.retrieval.enabled"],
+    ),
     ("origin", 'serving: {allow_origins: ["*"]}\n', ["serving.allow_origins"]),
     ("origin", "serving: {allow_origins: [https://chat.example/]}\n", ["serving.allow_origins"]),
     ("memory", "serving: {memory: much}\n", ["serving.memory"]),

@@ -76,6 +76,8 @@ class LoadedModel:
             warn=warn,
             speculation=None if settings.proposed_tokens == 0 else Speculation(settings.proposed_tokens),
         )
+        if settings.proposed_tokens and self.engine.speculation is None:
+            warn("serving.proposed_tokens has no effect: the model has paged caches on a GPU, or keeps more than keys and values")
         self.grammars = GrammarCompiler(served.tokenizer, served.eos_ids, self.engine.backend.vocab_size)
         self._thread = EngineThread(self.engine, warn)
 

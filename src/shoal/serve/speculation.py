@@ -20,8 +20,9 @@ import numpy as np
 LEAST_MATCH, MOST_PROPOSED = 2, 16
 """Tokens that must have occurred before, and most tokens that one proposal has."""
 _LONGEST_MATCH = 8
-_WIDTHS = (2, 3, 5, 9)
-"""Tokens of a row in one pass, from which the best number is chosen; few, so that the time of each is soon known."""
+_WIDTHS = (2, 3, 5, 8)
+"""Tokens of a row in one pass, from which the best number is chosen; few, so that the time of each is soon known. Products with packed
+matrices have another kernel for more than 8 rows, which may round otherwise."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.95
 """The share of accepted tokens is first assumed, with the weight of four that were seen; what was seen counts less with every step."""
 _FRESH_EVERY = 32

@@ -155,6 +155,23 @@ def weights_can_be_packed(settings: Settings, weights: str, kind: str) -> None:
         settings.report("weights", message, "serving.weights", "model.kind", help="set serving.weights to auto")
 
 
+@rule("serving.proposed_tokens", "model.kind")
+def proposals_can_be_removed(settings: Settings, tokens: int | None, kind: str) -> None:
+    if tokens and kind not in ("gpt", "moe", "huggingface"):
+        message = f"a model of kind {kind} cannot forget its last tokens, so none can be proposed and verified"
+        settings.report("proposals", message, "serving.proposed_tokens", "model.kind", help="set serving.proposed_tokens to null or 0")
+
+
+@rule("serving.proposed_tokens", "model.cross_attention.enabled", "model.retrieval.enabled", "model.episodic_memory.enabled")
+def proposals_need_no_side_texts(settings: Settings, tokens: int | None, attends: bool, retrieves: bool, remembers: bool) -> None:
+    parts = {"cross_attention": attends, "retrieval": retrieves, "episodic_memory": remembers}
+    part = next((name for name, on in parts.items() if on), None)
+    if tokens and part is not None:
+        message = "a model that reads passages, a context or its memory verifies no proposed tokens"
+        help = "set serving.proposed_tokens to null or 0"
+        settings.report("proposals", message, "serving.proposed_tokens", f"model.{part}.enabled", help=help)
+
+
 @rule("serving.allow_origins")
 def origins_are_named(settings: Settings, origins: tuple[str, ...]) -> None:
     for origin in origins:
