@@ -150,3 +150,5 @@ def test_a_client_is_told_what_was_not_read_again() -> None:
         figures = httpx.get(f"{address}/metrics", timeout=HANG_S).text
     assert 'shoal_reused_tokens_total{model="tiny"} 25\n' in figures
     assert 'shoal_kept_tokens{model="tiny"} 29\n' in figures
+    assert 'shoal_proposed_tokens_total{model="tiny"} ' in figures
+    assert 'shoal_accepted_tokens_total{model="tiny"} ' in figures

@@ -260,6 +260,8 @@ class GenerationJob:
     proposal: Proposal = NO_PROPOSAL
     """What is being verified."""
     proposer: Proposer | None = None
+    begun_at: float = float("-inf")
+    """When the last batch of this job was started."""
 
     def propose(self, most: int) -> Proposal:
         """Propose at most `most` next tokens."""
@@ -315,6 +317,8 @@ class BatchingEngine:
         self.tokens_read = 0
         self.tokens_reused = 0
         self.tokens_proposed, self.tokens_accepted = 0, 0
+        self._finished_at = float("-inf")
+        """When the last batch was finished. It may have been started some steps before."""
         self.prefixes = PrefixCache(kept_tokens)
         self.speculation = speculation if backend.can_verify else None
         self._cancelled: set[int] = set()
@@ -450,7 +454,9 @@ class BatchingEngine:
         if self.backend.ahead and batch.needs_logits:
             masks = tuple(None if job.constraint is None else job.constraint.mask() for job in jobs)
             batch = batch._replace(draws=tuple(job.draws.at(job.started) for job in jobs), masks=masks)
+        begun_at = self.clock() if self.speculation is not None else 0.0
         for job in jobs:
+            job.begun_at = begun_at
             job.pending += 1
             job.started += batch.needs_logits
         self.backend.start(batch)
@@ -464,8 +470,8 @@ class BatchingEngine:
             job.pending -= 1
             job.cached += 0 if verifies else len(batch.ids[row])
             job.reading -= len(batch.ids[row]) if reads else 0
-        if batch.decodes and self.speculation is not None:
-            self.speculation.observe(len(batch.requests), len(batch.ids[0]), self.clock() - start)
+        if self.speculation is not None:
+            self._time(self.speculation, batch, [job for job, _ in rows])
         if reads:
             self.tokens_read += sum(map(len, batch.ids))
         if isinstance(result, Tensor) and verifies:
@@ -481,6 +487,13 @@ class BatchingEngine:
             self._prefill_budget.add_prefill(sum(map(len, batch.ids)), self.clock() - start)
         else:
             self._prefill_budget.add_decode(self.clock() - start)
+
+    def _time(self, speculation: Speculation, batch: ForwardBatch, jobs: list[GenerationJob]) -> None:
+        """Report how long a step of answers took, from its start or from the end of the batch before it, whichever was later."""
+        before, self._finished_at = self._finished_at, self.clock()
+        if batch.decodes and jobs:
+            seconds = self._finished_at - max(before, jobs[0].begun_at)
+            speculation.observe(len(batch.requests), len(batch.ids[0]), seconds)
 
     def _take_chosen(self, rows: list[tuple[GenerationJob, int]], chosen: ChosenTokens) -> None:
         """Take the tokens that the backend chose."""
