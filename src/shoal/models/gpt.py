@@ -96,7 +96,7 @@ def attend_one_by_one(query_BHLE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, 
     """The attention of each token to those up to itself. The queries are those of the last tokens."""
     grouped, found = query_BHLE.shape[1] != key_BKSE.shape[1], []
     first = key_BKSE.shape[2] - query_BHLE.shape[2] + 1
-    for seen, query_BH1E in enumerate(query_BHLE.split(1, dim=2), first):
+    for seen, query_BH1E in enumerate(torch.split(query_BHLE, 1, dim=2), first):
         keys_and_values = key_BKSE[:, :, :seen], value_BKSE[:, :, :seen]
         found.append(F.scaled_dot_product_attention(query_BH1E, *keys_and_values, dropout_p=dropout, enable_gqa=grouped))
     return found[0] if len(found) == 1 else torch.cat(found, dim=2)

@@ -124,6 +124,7 @@ class Backend(Protocol):
 
     def rewind(self, request: int, length: int) -> None:
         """Remove all tokens of a request after the first `length`. Called only where `can_verify`."""
+        assert self.can_verify
 
     def retain(self, request: int) -> bool:
         """Keep the caches of an ended request for prompts that begin like it. False: they cannot be shared, and must be released."""

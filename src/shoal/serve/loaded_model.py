@@ -69,7 +69,7 @@ class LoadedModel:
             backend = self._backend_here(warn, None if memory_bytes is None else max(0.0, memory_bytes - self.weight_bytes))
         self.engine = BatchingEngine(
             backend,
-            most_running=self.limit.count,
+            most_running=self.limit.answers,
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
             kept_tokens=settings.prefix_cache_tokens,
@@ -106,7 +106,7 @@ class LoadedModel:
             warn(f"{served.name} has adapters, so its requests are decoded step by step, without the recorded steps of the GPU")
         local = LocalBackend(served.model, served.beside, served.adapters, memory_bytes)
         self.limit = answer_limit(served.settings, local.cache_tokens - kept, local.longest, on_gpu=local.device.type == "cuda")
-        tokens = min(local.cache_tokens, self.limit.count * min(local.longest, COUNTED_TOKENS) + kept)
+        tokens = min(local.cache_tokens, self.limit.answers * min(local.longest, COUNTED_TOKENS) + kept)
         self.cache_bytes = local.copied_bytes + (tokens * local.token_bytes if local.token_bytes else 0)
         return local
 
@@ -117,4 +117,4 @@ class LoadedModel:
         tokens = paged_tokens(served.model, memory_bytes)
         self.limit = answer_limit(served.settings, tokens - kept, served.model.max_seq_len or LONGEST_UNBOUNDED, on_gpu=True)
         self.cache_bytes = memory_bytes
-        return PagedBackend(served.model, most_running=self.limit.count, kept_tokens=kept, memory_bytes=memory_bytes)
+        return PagedBackend(served.model, most_running=self.limit.answers, kept_tokens=kept, memory_bytes=memory_bytes)

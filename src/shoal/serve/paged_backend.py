@@ -87,6 +87,7 @@ class PagedBackend(Backend):
         kind = StepKind(*(any(column) for column in zip(*kinds, strict=True)))
         if batch.needs_logits:
             self.decoder.mask(slots, batch.masks)
+        result: StepChoices | None
         if batch.decodes:
             result, x_1LD = self.decoder.step(slots, batch.draws, kind), None
         else:

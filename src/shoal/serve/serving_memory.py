@@ -37,7 +37,7 @@ _MARGIN = 1.05
 class AnswerLimit(NamedTuple):
     """How many answers are written at once, and why."""
 
-    count: int
+    answers: int
     reason: str
 
 

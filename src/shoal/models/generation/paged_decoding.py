@@ -225,7 +225,7 @@ class PagedDecoder:
         rows_B = self._sent(slots, torch.long)
         with computing(self.model):
             self.state.lengths_N[rows_B] = self._sent([self.held[slot] - 1 for slot in slots], torch.long)
-            return self._choose(self.model.norm(torch.stack(last)), rows_B, self._sent(draws, torch.float64), kind)
+            return self._choose(self.model.norm(torch.stack([*last])), rows_B, self._sent(draws, torch.float64), kind)
 
     def _pieces(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> Iterator[list[PromptPiece]]:
         """The tokens in rows of at most `MOST_READ`, in which each text begins at a multiple of `_align`."""

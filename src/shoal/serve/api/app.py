@@ -83,7 +83,7 @@ class Api:
             model=state.name,
             models=[self._entry(one) for one in states],
             machines=engine.backend.machines() if engine else [],
-            max_running=state.loaded.limit.count if state.loaded else None,
+            max_running=state.loaded.limit.answers if state.loaded else None,
             max_running_reason=state.loaded.limit.reason if state.loaded else "",
             running=len(engine.running) if engine else 0,
             waiting=len(engine.waiting) if engine else 0,
