@@ -83,7 +83,8 @@ def _answer(models: ModelPool, arguments: argparse.Namespace, waits: bool = Fals
     homes = [f"http://{bracketed(to_tell(arguments.host))}:{port}" for port in service.ports]
     if waits:
         print_log(f"{first.served.name} waits for the other machines to load their layers; requests at {homes[0]}/v1 wait, too")
-    print_log(f"{first.served.name} writes up to {first.limit.answers} answer{'s'[: first.limit.answers > 1]} at once: {first.limit.reason}")
+    limit = first.limit
+    print_log(f"{first.served.name} writes up to {limit.answers} answer{'s'[: limit.answers > 1]} at once: {limit.reason}")
     names = [state.name for state in models.states()]
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     verbs = ("answer", "chat") if len(names) > 1 else ("answers", "chats")
