@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -92,6 +94,18 @@ def test_a_server_says_that_it_answers_only_when_its_model_does(monkeypatch):
     finally:
         service.stop()
         thread.join(HANG_S)
+
+
+def test_a_server_that_is_terminated_closes_its_models_so_that_machines_learn_of_it(folder, monkeypatch):
+    serve_until, close, closed = ModelServer.run, ModelPool.close, []
+    monkeypatch.setattr(ModelServer, "run", lambda self, announce: serve_until(self, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    monkeypatch.setattr(ModelPool, "close", lambda self: closed.append(self) or close(self))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(folder / "run"), "--port", "0"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert len(closed) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_settings_of_the_run_can_be_changed_for_serving(folder):

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from shoal.cli.discovery import add_announce_option, announced
 from shoal.cli.main import warn
 from shoal.cli.options import add_public_address_option, parse_with_plugins
-from shoal.cli.output import print_log, show_nodes
+from shoal.cli.output import handling_signals, print_log, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed, to_tell
@@ -63,6 +64,11 @@ def run(argv: list[str]) -> int:
         return _answer(ModelPool.of_one(served, warn, stages), arguments, waits=True)
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """Unlike the usual end by SIGTERM, this leaves all blocks, so that the other machines learn of it."""
+    raise SystemExit(128 + number)
+
+
 def _refuse_nodes(arguments: argparse.Namespace) -> None:
     """Raises ShoalError for options that spread the layers of one model."""
     given = {"--nodes": (arguments.nodes or 1) > 1, "--node-host": arguments.node_host, "--announce": arguments.announce}
@@ -90,7 +96,8 @@ def _answer(models: ModelPool, arguments: argparse.Namespace, waits: bool = Fals
     verbs = ("answer", "chat") if len(names) > 1 else ("answers", "chats")
     lines = [f"{', '.join(names[:_NAMES_SHOWN])}{more} {verbs[0]} at {home}/v1, and {verbs[1]} at {home}/\n" for home in homes]
     del first  # it may be unloaded
-    service.run(lambda: print("".join(lines), end="", flush=True))
+    with handling_signals(_end):
+        service.run(lambda: print("".join(lines), end="", flush=True))
     return 0
 
 

@@ -121,7 +121,9 @@ def _read_gguf(file: Path, partial: Path, read: Callable[[Path], tuple[Any, Any]
             found, tokenizer = read(file)
             tokenizer.save_pretrained(str(partial))
     except Exception as error:
-        raise ShoalError(f"{file} cannot be read as a language model: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+        problem = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        where = "take the folder or the run that it was made from"
+        raise ShoalError(f"{file} cannot be read as a language model: {problem}; {where}") from None
     _restore_word_rule(file, partial / "tokenizer.json", rule)
     return found
 
