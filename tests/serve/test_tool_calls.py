@@ -128,6 +128,7 @@ def joined(stream: Any) -> tuple[str, list[dict[str, str]], str]:
         words += choice.delta.content or ""
         reason = choice.finish_reason or reason
         for piece in choice.delta.tool_calls or ():
+            assert choice.delta.content is None
             if piece.id is not None:
                 assert piece.index == len(calls)
                 assert piece.type == "function"

@@ -27,7 +27,7 @@ def masked(logits_RV: Tensor, words_RW: Tensor) -> Tensor:
 
 def _denied(words_RW: Tensor, vocabulary: int) -> Tensor:
     """1 for each token whose bit is 0."""
-    if words_RW.is_cuda:
+    if words_RW.device.type != "cpu":
         return _denied_on_gpu(words_RW, vocabulary)
     octets_RO = (~words_RW).contiguous().numpy().view(np.uint8)
     return torch.from_numpy(np.unpackbits(octets_RO, axis=1, count=vocabulary, bitorder="little"))

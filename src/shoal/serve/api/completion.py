@@ -161,7 +161,7 @@ class Generation:
     ) -> None:
         """`tools`: that the answer may call; `constraint`: its grammar. Raises RefusedError where too many requests wait."""
         self.engine, self.served, self.request, self.prompts = engine, served, request, prompts
-        self._tools, self._constraint = tools, constraint
+        self.tools, self._constraint = tools, constraint
         self.tokens = 0
         self.unfinished = len(prompts) * request.n
         self._loop = asyncio.get_running_loop()
@@ -202,7 +202,7 @@ class Generation:
     def _job(self, index: int, choice: int, ids: list[int]) -> GenerationJob:
         request, settings = self.request, self.served.settings
         words = [*request.stop, *(self.served.stop_words if request.is_chat else ())]
-        text, tools = data.StreamedText(self.served.tokenizer, ids), self._tools
+        text, tools = data.StreamedText(self.served.tokenizer, ids), self.tools
         repetition = request.repetition_penalty
         return GenerationJob(
             ids,

@@ -307,7 +307,7 @@ class ResponseWriter:
         if delta.calls:
             self._calling.add(delta.choice)
         role = {"role": "assistant"} if is_first else {}
-        content = {"content": delta.text or (None if delta.calls else "")} if delta.text or is_first else {}
+        content = {"content": delta.text or (None if self.generation.tools else "")} if delta.text or is_first else {}
         called = {"tool_calls": _call_deltas(delta.calls)} if delta.calls else {}
         said = AssistantDelta.model_validate({**role, **content, **called})
         reason = _reason(delta, delta.choice in self._calling)
