@@ -35,6 +35,7 @@ from shoal.serve.tool_formats import json_rule
 from tests.support.json_schemas import random_schema
 
 COUNT, STREAMS, LONGEST, PROMPT = 1000, 8, 600, 16
+_TURN = 20
 
 
 class Written(NamedTuple):
@@ -85,8 +86,8 @@ def row(name: str, measured: Measured, count: int) -> Row:
     measured.compiler.compile('start: "a"\n')  # reads the vocabulary, once for all
     measured.write([20] * STREAMS, [None] * STREAMS)
     constrained, free, good, cut, tokens = 0.0, 0.0, 0, 0, 0
-    for start in range(0, count, 50):  # in turn, since other programs use this machine
-        some = schemas[start : start + 50]
+    for start in range(0, count, _TURN):  # in turn, since other programs use this machine
+        some = schemas[start : start + _TURN]
         before = time.process_time()
         written = measured.write([LONGEST] * len(some), [measured.compiler.compile(f"start: {json_rule(one)}\n") for one in some])
         between = time.process_time()

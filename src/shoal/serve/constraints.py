@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data import Tokenizer
@@ -40,9 +41,9 @@ class GrammarError(ShoalError):
 class TokenConstraint:
     """The grammar of one answer, and how far the answer has come in it."""
 
-    def __init__(self, matcher: Any, possible_W: Tensor, threads: ThreadPoolExecutor) -> None:
-        """`possible_W`: the tokens that may be allowed at all."""
-        self._matcher, self._possible_W, self._threads = matcher, possible_W, threads
+    def __init__(self, matcher: Any, possible: NDArray[np.int32], threads: ThreadPoolExecutor) -> None:
+        """`possible`: the tokens that may be allowed at all, in words."""
+        self._matcher, self._possible, self._threads = matcher, possible, threads
         self.is_over = False
         """No token can follow, except one that ends the text. A thread may find it out, too, with the mask."""
         self.has_failed = False
@@ -52,7 +53,7 @@ class TokenConstraint:
     def copy(self) -> TokenConstraint:
         """The grammar for another answer, as far as this one has come."""
         self._mask.result()
-        return TokenConstraint(self._matcher.deep_copy(), self._possible_W, self._threads)
+        return TokenConstraint(self._matcher.deep_copy(), self._possible, self._threads)
 
     def mask(self) -> Tensor:
         """The tokens that are allowed next, a bit for each [W]."""
@@ -77,12 +78,12 @@ class TokenConstraint:
         self.is_over = is_over
 
     def _compute_mask(self) -> Tensor:
-        words = np.zeros(len(self._possible_W), np.int32)
+        words = np.zeros_like(self._possible)
         if not self._matcher.is_error():
             found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
-            words[: len(found)] = found
+            np.bitwise_and(found, self._possible[: len(found)], out=words[: len(found)])
         self._look()
-        return torch.from_numpy(words) & self._possible_W
+        return torch.from_numpy(words)
 
 
 def apply_constraints(scores_BV: Tensor, constraints: Sequence[TokenConstraint | None]) -> Tensor:
@@ -107,16 +108,16 @@ class GrammarCompiler:
         self.threads = ThreadPoolExecutor(_COMPILING, "shoal-grammar")
         self._masking = ThreadPoolExecutor(_MASKING, "shoal-mask")
         self._lock = Lock()
-        self._vocabulary: tuple[Any, Tensor] | None = None
+        self._vocabulary: tuple[Any, NDArray[np.int32]] | None = None
 
     def compile(self, grammar: str) -> TokenConstraint:
         """`grammar`: in the form that llguidance reads. Raises GrammarError."""
         library = import_optional("llguidance", _MISSING)
-        vocabulary, possible_W = self._read_vocabulary(library)
+        vocabulary, possible = self._read_vocabulary(library)
         matcher = library.LLMatcher(vocabulary, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise GrammarError(_reason(matcher.get_error()))
-        constraint = TokenConstraint(matcher, possible_W, self._masking)
+        constraint = TokenConstraint(matcher, possible, self._masking)
         if not constraint.mask().any() or constraint.is_over:
             raise GrammarError("no text of the model's vocabulary follows it")
         return constraint
@@ -126,7 +127,7 @@ class GrammarCompiler:
         self.threads.shutdown(wait=False)
         self._masking.shutdown(wait=False)
 
-    def _read_vocabulary(self, library: Any) -> tuple[Any, Tensor]:
+    def _read_vocabulary(self, library: Any) -> tuple[Any, NDArray[np.int32]]:
         """The tokenizer as llguidance has it, and the tokens that may be allowed. Raises GrammarError."""
         with self._lock:
             if self._vocabulary is None:
@@ -134,7 +135,7 @@ class GrammarCompiler:
                 possible = np.zeros(words_for(self._vocab_size) * 32, np.uint8)
                 possible[: self._vocab_size] = 1
                 possible[[one for one in read.eos_tokens if one not in self._eos_ids and one < len(possible)]] = 0
-                self._vocabulary = read, torch.from_numpy(np.packbits(possible, bitorder="little").view(np.int32))
+                self._vocabulary = read, np.packbits(possible, bitorder="little").view(np.int32)
             return self._vocabulary
 
 
