@@ -37,7 +37,7 @@ def write_lora(folder: Path, base: str, width: int = 32) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     torch.manual_seed(4)
     place = "base_model.model.model.layers.0.self_attn.q_proj"
-    matrices = {f"{place}.lora_A.weight": torch.randn(2, width), f"{place}.lora_B.weight": torch.randn(32, 2)}
+    matrices = {f"{place}.lora_A.weight": torch.randn(2, width), f"{place}.lora_B.weight": torch.randn(width, 2)}
     save_file(matrices, folder / "adapter_model.safetensors")
     return folder
 

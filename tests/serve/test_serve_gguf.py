@@ -16,12 +16,14 @@ from shoal.models.packed.layers import byte_count
 from shoal.runs.export.gguf_file import write_gguf
 from shoal.runs.trained_model import open_model
 from shoal.serve.load_model import open_served
+from shoal.serve.model_targets import open_pool, read_targets
 from shoal.serve.nodes.model_description import model_maker
 from shoal.untrusted.gguf_header import check_gguf
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf", reason="reading a GGUF file's vocabulary needs gguf: pip install gguf")
 from tests.runs.test_gguf import small, with_rule
+from tests.serve.test_model_targets import write_lora
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
@@ -117,3 +119,16 @@ def test_a_malformed_description_of_a_model_is_refused(tmp_path, change):
     about = describe(described(opened(written(tmp_path, "llama", "f32"), nodes=2).described["gpt"]))
     with pytest.raises(ShoalError, match="description of a GPT is malformed"):
         described(about | change)
+
+
+def test_files_are_served_beside_each_other_with_adapters(tmp_path):
+    file = written(tmp_path, "llama", "q4_0")
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes())
+    lora = write_lora(tmp_path / "polite", "somebody/m", WIDE["hidden_size"])
+    targets = read_targets([str(file), str(tmp_path / "other.gguf"), str(lora)], [])
+    assert {one.name: list(one.adapters) for one in targets} == {"m": ["polite"], "other": []}
+    pool = open_pool(targets, [parse_override("training.device=cpu")], print, print)
+    assert [state.name for state in pool.states()] == ["m", "other", "m+polite"]
+    assert pool.first.served.adapters.names == ["polite"]
+    with pytest.raises(ShoalError, match="m takes about"):
+        open_pool(targets, [parse_override("training.device=cpu"), parse_override("serving.memory=60kB")], print, print)

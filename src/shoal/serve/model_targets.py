@@ -17,6 +17,7 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface.adapters import CONFIG, read_adapters
 from shoal.models.huggingface.batched_lora import BatchedLora
 from shoal.models.huggingface.model import HuggingFace
+from shoal.runs.converted_models import described
 from shoal.runs.trained_model import find_model, settings_of
 from shoal.serve.load_model import ServedModel, is_model, open_served
 from shoal.serve.model_pool import ModelPool, ModelSource
@@ -159,9 +160,13 @@ def open_pool(
 def _settings(target: str, overrides: list[Override], warn: Callable[[str], None]) -> tuple[str, Run]:
     """Where a model is, and its settings; it is not loaded. Raises ShoalError where there is none, or where it is for several machines."""
     place = Path(target)
-    if not place.exists() or not (place.suffix == ".gguf" or _is_adapter(place)):
+    if place.suffix == ".gguf" and place.is_file():
+        run = settings_of(str(described(place)), warn, overrides)
+    elif _is_adapter(place):
+        run = settings_of(read_adapters(place).base, warn, overrides)
+    else:
         target = find_model(target, warn)
-    run = settings_of(target, warn, overrides)
+        run = settings_of(target, warn, overrides)
     if (run.serving.num_nodes or 1) > 1:
         raise ShoalError(
             f"{target}: its layers go over {run.serving.num_nodes} machines, and several models are served by one: set "
