@@ -134,6 +134,7 @@ def _is_known(block: Any) -> bool:
     norms, linears = (block.attention_norm, block.feed_forward_norm), _linears(block)
     gated = block.feed_forward.gated and not block.feed_forward.gelu_gate
     plain = gated and block.attention.query_norm is None and block.attention.head_size % 2 == 0 and not block.training
+    plain = plain and not block._forward_hooks and not block._forward_pre_hooks
     known = all(type(one) is RmsNorm and one.weight.dtype == torch.float32 for one in norms)
     packed = all(type(one) is PackedLinear and one.bias is None and not one._forward_hooks for one in linears)
     return bool(plain and known and packed and all(is_compiled(one.shape, one.weight.device) for one in linears))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.freed_memory import return_freed_memory
 from shoal.models.packed.compiled_blocks import CompiledBlocks
 from shoal.models.packed.formats import HALF, PackedShape, packed
 from shoal.models.packed.layers import arranged, layer_kind, pack_layers
@@ -49,6 +50,7 @@ class PackedModel:
         """The model with its weights."""
         made, get = self.make(), self.getter(device)
         load_tensors(made, {name: get(name) for name in required_tensors(made)})
+        return_freed_memory()
         return made.to(device).eval()
 
 

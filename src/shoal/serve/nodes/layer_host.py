@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.engines.single import free_memory
 from shoal.errors import ShoalError
+from shoal.freed_memory import return_freed_memory
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.packed.layers import number_count
 from shoal.models.split_model import ModelStage, make_stage
@@ -75,6 +76,7 @@ class LayerHost:
         stage = make_stage(self.skeleton(), *layers).eval()
         if any(parameter.is_meta for parameter in stage.parameters()):
             load_tensors(stage, {name: self._loaded(name) for name in required_tensors(stage)})
+            return_freed_memory()
         stage.to(self.device)
         pack_matrices(stage, memory_for_layers(self.device))
         return LoadedLayers(stage, KvCaches(stage.new_cache, stage.joins_rows, self.device))
