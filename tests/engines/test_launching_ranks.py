@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
@@ -115,6 +113,9 @@ def test_a_sharded_run_goes_on_under_deepspeed(sharded: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_a_sharded_checkpoint(sharded: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     path = sharded / "checkpoints" / "step-00000012"
     ours = read_checkpoint(path).weights
     theirs: dict[str, Any] = {name: torch.empty_like(value) for name, value in ours.items()}

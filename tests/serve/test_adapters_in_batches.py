@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from shoal.serve.batching import BatchingEngine
 from tests.serve.test_batching import VOCABULARY, Heard, alone, finish, job
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the Python package peft: pip install peft")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -48,6 +49,8 @@ def base_model(kind: str) -> Any:
 
 def write_adapter(folder: Path, inner: Any, seed: int, **settings: Any) -> Path:
     """Adapters that change the text, as peft saves them."""
+    import peft
+
     config = peft.LoraConfig(r=3 + seed, lora_alpha=8, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(copy.deepcopy(inner), config)
     torch.manual_seed(seed)
@@ -102,6 +105,8 @@ def test_dora_is_computed_as_peft_computes_it(tmp_path):
     folder = write_adapter(tmp_path / "a", inner, 1, target_modules=ALL, use_dora=True)
     model, adapters = served_layers(inner)
     adapters.add("a", read_adapters(folder))
+    import peft
+
     wanted = peft.PeftModel.from_pretrained(copy.deepcopy(inner), folder).double()
     ids_BL = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]])
     with adapters.rows(["a", ""]):
