@@ -113,11 +113,11 @@ def test_sizes_are_estimated_from_files_before_a_model_is_loaded(models):
 def test_answers_at_once_follow_from_the_memory_beside_the_weights():
     auto, model = Serving(), small_model()
     assert cache_token_bytes(model) == 2 * 2 * 32 * 4
-    assert answer_limit(auto, 10_000, 1000, on_gpu=False).count == 10
-    assert answer_limit(auto, float("inf"), 1000, on_gpu=False).count == 16
-    assert answer_limit(auto, 10**9, 10**6, on_gpu=True).count == 64
-    assert answer_limit(auto, -5, 1000, on_gpu=True).count == 1
-    assert answer_limit(Serving(max_running=100), 0, 1000, on_gpu=False).count == 100
+    assert answer_limit(auto, 10_000, 1000, on_gpu=False).answers == 10
+    assert answer_limit(auto, float("inf"), 1000, on_gpu=False).answers == 16
+    assert answer_limit(auto, 10**9, 10**6, on_gpu=True).answers == 64
+    assert answer_limit(auto, -5, 1000, on_gpu=True).answers == 1
+    assert answer_limit(Serving(max_running=100), 0, 1000, on_gpu=False).answers == 100
     served = small_served(model, prefix_cache_tokens=0)
     size = byte_count(model) + 5 * 256 * cache_token_bytes(model)
     loaded = LoadedModel(served, print, memory_bytes=size)
