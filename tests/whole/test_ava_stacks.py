@@ -60,7 +60,7 @@ def as_parameter(stack: str) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("stack", map(as_parameter, [*PRESETS, *STACKS]))
+@pytest.mark.parametrize("stack", [as_parameter(stack) for stack in (*PRESETS, *STACKS)])
 def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = stack.split()
     code = main(["train", *files, "--run-dir", "run", *smaller(files)])
