@@ -121,9 +121,15 @@ def test_what_cannot_be_followed_is_refused_before_the_model_works():
     with pytest.raises(GrammarError, match="Unimplemented"):
         schema({"not": {"type": "integer"}})
     with pytest.raises(GrammarError, match="within each other"):
-        check_size(json.loads("[" * 70 + "]" * 70), "this")
+        check_size(json.loads("[" * 70 + "]" * 70))
     with pytest.raises(GrammarError, match="letters"):
-        check_size({"enum": ["a" * 200_000]}, "this")
+        check_size({"enum": ["a" * 200_000]})
+
+
+def chained_references(count: int) -> str:
+    """A schema by which llguidance overflows the stack of its thread, and so would end the server."""
+    definitions = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(count)}
+    return f"start: %json {json.dumps({'$ref': '#/$defs/a0', '$defs': {**definitions, f'a{count}': {}}})}"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,8 @@ def test_what_cannot_be_followed_is_refused_before_the_model_works():
         LLMatcher.grammar_from_regex("(" * 30_000 + "a" + ")" * 30_000),
         LLMatcher.grammar_from_lark("start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
         LLMatcher.grammar_from_lark("start: start start | "),
+        chained_references(2500),
+        "start: T0\n" + "".join(f'T{i}: T{i + 1} "a"?\n' for i in range(2500)) + 'T2500: "a"\n',
         LLMatcher.grammar_from_lark("start: s\ns: s s | /[a-z ]/ | \n"),
         LLMatcher.grammar_from_json_schema(json.dumps({"$ref": "#"})),
         LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "minLength": 10**9})),

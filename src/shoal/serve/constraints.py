@@ -22,6 +22,7 @@ from shoal.data import Tokenizer
 from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 from shoal.models.generation.token_masks import masked, words_for
+from shoal.untrusted.prompt_process import PromptProcess
 
 _COMPILING, _MASKING = 2, 4
 """Threads that compile grammars and that compute masks. A grammar that takes long to compile lets no answer wait for its mask."""
@@ -32,6 +33,11 @@ _LIMITS = {"max_lexer_states": 30_000, "max_grammar_size": 200_000, "step_max_it
 """A state takes up to 2 kB. Without the bound of the items a mask of `s: s s | /[a-z]/` took a second; with it 60 ms, and then the answer
 ends. A schema of an object with 100 fields needs a fifth of it."""
 _MISSING = "answers by a grammar need the Python package `llguidance`: pip install 'shoal[serve]'"
+
+
+_CHECK_S, _CHECK_BYTES = 2, 2 << 30
+"""Time and memory to compile a grammar in a process of its own, before it is compiled here. Chains of references can overflow a stack, and
+chains of terminals can take half a minute."""
 
 
 class GrammarError(ShoalError):
@@ -108,11 +114,13 @@ class GrammarCompiler:
         self.threads = ThreadPoolExecutor(_COMPILING, "shoal-grammar")
         self._masking = ThreadPoolExecutor(_MASKING, "shoal-mask")
         self._lock = Lock()
+        self._checker = PromptProcess("the compiler of grammars", _CHECK_BYTES, _CHECK_S, grammar_limits=_LIMITS)
         self._vocabulary: tuple[Any, NDArray[np.int32]] | None = None
 
     def compile(self, grammar: str) -> TokenConstraint:
         """`grammar`: in the form that llguidance reads. Raises GrammarError."""
         library = import_optional("llguidance", _MISSING)
+        self._check(grammar)
         vocabulary, possible = self._read_vocabulary(library)
         matcher = library.LLMatcher(vocabulary, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
         if matcher.is_error():
@@ -121,6 +129,15 @@ class GrammarCompiler:
         if not constraint.mask().any() or constraint.is_over:
             raise GrammarError("no text of the model's vocabulary follows it")
         return constraint
+
+    def _check(self, grammar: str) -> None:
+        """Raises GrammarError where a grammar cannot be compiled, or takes too long."""
+        try:
+            reason = self._checker.ask(grammar)
+        except ShoalError as stopped:
+            raise GrammarError(f"it takes too much to compile: {stopped}") from None
+        if reason:
+            raise GrammarError(_reason(reason))
 
     def close(self) -> None:
         """End the threads."""
@@ -175,16 +192,16 @@ def _reason(message: str) -> str:
     return message.partition("<state>")[0].strip()[:500]
 
 
-def check_size(value: Any, name: str) -> None:
+def check_size(value: Any) -> None:
     """Raises GrammarError where a JSON value or a text is larger than any grammar may be."""
     todo, letters = [(value, 0)], 0
     while todo:
         one, depth = todo.pop()
         letters += len(one) + 2 if isinstance(one, str | list | dict) else 8
         if depth > _MOST_DEPTH:
-            raise GrammarError(f"{name} has more than {_MOST_DEPTH} objects and arrays within each other")
+            raise GrammarError(f"it has more than {_MOST_DEPTH} objects and arrays within each other")
         if letters > _MOST_LETTERS:
-            raise GrammarError(f"{name} has more than {_MOST_LETTERS:,} letters")
+            raise GrammarError(f"it has more than {_MOST_LETTERS:,} letters")
         if isinstance(one, dict):
             todo += [(part, depth + 1) for part in (*one, *one.values())]
         elif isinstance(one, list):

@@ -1,7 +1,8 @@
-"""The program of a process that renders chat templates or encodes text, which somebody else's files decide.
+"""The program of a process that renders chat templates, encodes text or compiles grammars, which somebody else decides.
 
-It imports nothing of Shoal, so that it starts quickly: jinja2 for templates, the library of Hugging Face for a tokenizer. It reads JSON, a
-line at a time: first the templates or the tokenizer, then requests. It answers each line with one, and `prompt_process.py` reads them.
+It imports nothing of Shoal, so that it starts quickly: jinja2 for templates, the library of Hugging Face for a tokenizer, llguidance. It
+reads JSON, a line at a time: first the templates or the tokenizer, then requests. It answers each line with one, and `prompt_process.py`
+reads them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 Answer = Callable[[Any], Any]
 _JINJA = (3, 1, 6)
 """Older versions have known ways out of their sandbox."""
+_STACK_BYTES = 2 << 20
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages hold an answer's thoughts. Templates read the first."""
 
@@ -64,12 +66,33 @@ def _reason(error: BaseException) -> str:
 def _made(setup: dict[str, Any]) -> Answer:
     if setup.get("templates") is not None:
         return _Renderer(setup).answer
+    if setup.get("grammar_limits") is not None:
+        return _grammar_checker(setup["grammar_limits"])
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(setup["tokenizer"])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _grammar_checker(limits: dict[str, Any]) -> Answer:
+    """Compiles grammars, and answers what is wrong with one; empty: nothing. The stack is a quarter of what the server's threads have: a
+    grammar that overflows it ends this process, and none that passes ends the server."""
+    import threading
+
+    from llguidance import LLMatcher, LLParserLimits
+
+    threading.stack_size(_STACK_BYTES)
+
+    def check(grammar: str) -> str:
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**limits))))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    return check
 
 
 class _Renderer:

@@ -28,17 +28,18 @@ class PromptProcess:
     """`what` names the template or tokenizer in messages; `setup` is what the program makes it of. The process starts with the first
     request; a copy that is sent to another process starts one of its own."""
 
-    def __init__(self, what: str, memory_bytes: int, **setup: Any) -> None:
-        self.what, self._lock = what, threading.Lock()
-        limits = {"memory_bytes": memory_bytes, "seconds": SECONDS, "longest": LONGEST_TEXT}
+    def __init__(self, what: str, memory_bytes: int, seconds: int | None = None, **setup: Any) -> None:
+        """`seconds`: for each request; null: ten."""
+        self.what, self._seconds, self._lock = what, seconds or SECONDS, threading.Lock()
+        limits = {"memory_bytes": memory_bytes, "seconds": self._seconds, "longest": LONGEST_TEXT}
         self._setup = json.dumps(setup | limits)
         self._process: subprocess.Popen[str] | None = None
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"what": self.what, "setup": self._setup}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"what": self.what, "setup": self._setup, "seconds": self._seconds}
 
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self.what, self._setup = state["what"], state["setup"]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.what, self._setup, self._seconds = state["what"], state["setup"], state["seconds"]
         self._lock, self._process = threading.Lock(), None
 
     def start(self) -> None:
@@ -49,7 +50,7 @@ class PromptProcess:
     def ask(self, request: Any) -> Any:
         """What the template or tokenizer makes of a request. Raises ShoalError."""
         with self._lock:
-            return self._exchanged(self._running(), json.dumps(request), SECONDS)
+            return self._exchanged(self._running(), json.dumps(request), self._seconds)
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:

@@ -76,7 +76,7 @@ def _param(request: GenerationRequest, use: ToolUse | None) -> str | None:
 def _grammar_of(request: GenerationRequest, use: ToolUse | None) -> str:
     """Raises GrammarError for one that is too large."""
     for name in _GUIDES:
-        check_size(getattr(request, name), name)
+        check_size(getattr(request, name))
     if request.grammar is not None:
         return request.grammar
     if request.guided_regex is not None:
@@ -88,7 +88,7 @@ def _grammar_of(request: GenerationRequest, use: ToolUse | None) -> str:
         return f"start: {answer}\n"
     functions = [tool.function for tool in use.tools]
     tools = [CallableTool(one.name, closed_schema(arguments_schema(one.parameters)), bool(one.strict)) for one in functions]
-    check_size([dict(tool.parameters) for tool in tools], "tools")
+    check_size([dict(tool.parameters) for tool in tools])
     return calls_grammar(use.form, tools, needs_call=use.needs_call, several=use.several, answer=answer)
 
 
@@ -98,5 +98,5 @@ def _answer_of(request: GenerationRequest) -> str | None:
     if chosen is None or isinstance(chosen, TextFormat):
         return None
     schema = (chosen.json_schema.content or {}) if isinstance(chosen, JsonSchemaFormat) else {"type": "object"}
-    check_size(schema, "response_format")
+    check_size(schema)
     return json_rule(schema)
