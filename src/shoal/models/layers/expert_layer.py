@@ -89,10 +89,17 @@ class ExpertLayer(BlockPart):
         x_TD, counted_T = x_BLD.flatten(0, 1), None if inputs.counted_BL is None else inputs.counted_BL.flatten()
         routes = self.router(x_TD, inputs.input_ids_BL.flatten())
         assignment = self.assign(routes, counted_T)
-        x_RD = exchange(x_TD, assignment, back=False)
-        y_RD = self.experts(x_RD, gather_gates(routes.gates_TK, assignment), assignment)
-        y_BLD = exchange(y_RD, assignment, back=True).view_as(x_BLD).to(x_BLD.dtype)
+        y_RD = self.experts(*self.group(x_TD, routes, assignment), assignment)
+        y_BLD = self.combine(y_RD, assignment).view_as(x_BLD).to(x_BLD.dtype)
         return F.dropout(y_BLD, self.dropout, self.training), self.statistics(routes, assignment, counted_T)
+
+    def group(self, x_TD: Tensor, routes: Routes, assignment: ExpertAssignment) -> tuple[Tensor, Tensor]:
+        """The rows of the experts, sorted by expert, and their gates."""
+        return exchange(x_TD, assignment, back=False), gather_gates(routes.gates_TK, assignment)
+
+    def combine(self, y_RD: Tensor, assignment: ExpertAssignment) -> Tensor:
+        """The sum of each token's expert outputs [T, D]."""
+        return exchange(y_RD, assignment, back=True)
 
     # --- routing -----------------------------------------------------------------------------------
 
