@@ -59,13 +59,15 @@ def gone(pid: int) -> None:
 def test_every_image_counts_once_though_workers_coordinator_and_database_are_killed(
     processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coordinator = processes.start("coordinate", "class.yaml", *DIGITS, *FEWER, "--run-dir", "run", "--host", "127.0.0.1")
+    often = ["--set", "strategy.units_per_update=1"]  # with slow workers, most updates are to come at each kill, also on a quick machine
+    coordinator = processes.start("coordinate", "class.yaml", *DIGITS, *FEWER, *often, "--run-dir", "run", "--host", "127.0.0.1")
     address = re.split(r"\s+", wait_for_line(coordinator, r"shoal (join .*)"))[1].strip("'")
     assert address.startswith("postgresql://class@")
     wait_for_line(coordinator, r"the coordinator answers at postgresql://class@127.0.0.1:\d+/shoal, and waits for a worker")
-    joining = ("join", address, "--token-file", "run/class_token")
+    joining = ("join", address, "--token-file", "run/class_token", "--slowdown", "20")
     workers = [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "bo", "cy")]
     wait_until(tmp_path, capsys, 2)
+    processes.here("pause", "run")
     for worker in workers[:2]:
         worker.kill()
     database = server_of(tmp_path)
@@ -74,7 +76,10 @@ def test_every_image_counts_once_though_workers_coordinator_and_database_are_kil
     coordinator = processes.start("coordinate", "--run-dir", "run", "--resume", "--host", "127.0.0.1")
     assert re.split(r"\s+", wait_for_line(coordinator, r"shoal (join .*)"))[1].strip("'") == address
     workers += [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "dee")]
-    wait_until(tmp_path, capsys, 4)
+    for worker in workers[3:]:
+        wait_for_line(worker, "(.*joined.*)")
+    processes.here("resume", "run")
+    wait_until(tmp_path, capsys, iteration(tmp_path, capsys) + 2)
     os.kill(server_of(tmp_path), signal.SIGKILL)
     assert "completed" in wait_for_line(coordinator, "(completed after .*)")
     assert coordinator.wait(HANG_S) == 0
