@@ -36,9 +36,9 @@ def gram(stack_ND: Tensor) -> Tensor:
 
 
 def squared_distances(gram_NN: Tensor) -> Tensor:
-    """Squared distances of all pairs."""
+    """Squared distances of all pairs. Holds: exactly symmetric, so that two nearest neighbours have equal scores and not rounding decides."""
     lengths = gram_NN.diagonal()
-    return (lengths[:, None] + lengths[None, :] - 2 * gram_NN).clamp(min=0).fill_diagonal_(0)
+    return (lengths[:, None] + lengths[None, :] - (gram_NN + gram_NN.T)).clamp(min=0).fill_diagonal_(0)
 
 
 def weighted_sum(weights_N: Tensor, stack_ND: Tensor) -> Tensor:
