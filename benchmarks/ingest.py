@@ -42,7 +42,7 @@ from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
 from shoal.worker.sender import Sender
-from shoal.worker.session import ContributionReceipt, WorkerSession
+from shoal.worker.session import ContributionReceipt, RunNews, SessionEvent, WorkerSession
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 """An MLP on digits, and the bytes of its gradient."""
@@ -263,18 +263,25 @@ class WorkerDouble:
         line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
         self.courier = Sender(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
-        self.courier.exchange()  # joins, and pulls
+        self.version = 0
+        """The newest version that it was told of."""
+        self._exchange()  # joins, and pulls
         self.size: int = self.protocol.welcome["size"]
         self.frame = frame_of((1e-4 * torch.randn(self.size)).numpy())
 
     def contribute(self) -> None:
         """Send the gradient as if it were of the newest weights, and wait until it is taken."""
-        base, position = self.protocol.newest, self.protocol.seq + 1
-        made = Contribute("", 0, 0, base, 0, 32.0, 32, 0, position, 1, -1, {"loss": 1.0})
+        position = self.protocol.seq + 1
+        made = Contribute("", 0, 0, self.version, 0, 32.0, 32, 0, position, 1, -1, {"loss": 1.0})
         self.protocol.contribute(made, (self.frame,), pulls=self.weights)
-        statuses = [event.status for event in self.courier.exchange() if isinstance(event, ContributionReceipt)]
+        statuses = [event.status for event in self._exchange() if isinstance(event, ContributionReceipt)]
         if statuses != ["accepted"]:
             raise RuntimeError(f"not accepted: {statuses}")
+
+    def _exchange(self) -> list[SessionEvent]:
+        events = self.courier.exchange()
+        self.version = max((event.header["version"] for event in events if isinstance(event, RunNews)), default=self.version)
+        return events
 
 
 def send(given: dict[str, Any]) -> None:

@@ -35,7 +35,11 @@ class Speed(NamedTuple):
     steps: float
     """Per second: updates of the weights."""
     busy: tuple[float, ...]
-    """Cores kept busy by the process that was started, and by each of its workers; empty where the system does not tell."""
+    """Cores kept busy by the process that was started, and by all its descendants together; empty where the system does not tell."""
+
+    def processor_us(self, index: int) -> float:
+        """Microseconds of processor time for each step, of `busy[index]`: unlike the speed, hardly changed by what else the machine does."""
+        return 1e6 * self.busy[index] / max(1e-9, self.steps)
 
 
 def command(run_dir: Path, settings: Mapping[str, str], *, preset: str = "starter", workers: int = 0) -> list[str]:
@@ -97,7 +101,7 @@ def watch(run_dir: Path, arguments: list[str], *, seconds: float, warm_up_s: flo
     finally:
         _stop(process)
     wall = max(1e-9, last["wall_s"] - first["wall_s"])
-    busy = tuple((after[pid] - before[pid]) / passed for pid in before if pid in after)
+    busy = tuple((late - early) / passed for early, late in zip(before, after, strict=True)) if before and after else ()
     return Speed((last["samples"] - first["samples"]) / wall, (last["step"] - first["step"]) / wall, busy)
 
 
@@ -130,13 +134,18 @@ def _last(run_dir: Path) -> dict[str, Any]:
     return records(run_dir)[-1]
 
 
-def _busy(pid: int) -> dict[int, float]:
-    """Seconds of processor time that a process and each of its children have had."""
+def _busy(pid: int) -> tuple[float, ...]:
+    """Seconds of processor time that a process has had, and all its descendants together: a fork server starts the workers."""
     try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return {one: seconds_of(one) for one in (pid, *children)}
+        return seconds_of(pid), sum(map(seconds_of, _descendants(pid)))
     except OSError:
-        return {}
+        return ()
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that descend from a process, whichever of its threads began them."""
+    children = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [one for child in children for one in (child, *_descendants(child))]
 
 
 def seconds_of(pid: int) -> float:

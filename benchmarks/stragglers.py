@@ -181,6 +181,7 @@ def coordinate(given: dict[str, Any]) -> None:
 
 def work(given: dict[str, Any]) -> None:
     """A worker as `shoal join --slowdown` makes it, except that a tenth of what it would send gets lost."""
+    from shoal.config.received.permissions import Permissions
     from shoal.runs import connections, worker_run
     from shoal.worker.worker import Worker
 
@@ -193,7 +194,10 @@ def work(given: dict[str, Any]) -> None:
 
     worker_run.Worker = Forgetful  # type: ignore[attr-defined]
     invitation = given["invitation"]
-    way = connections.JoinOptions(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
+    allowed = Permissions.of([str(processes.MNIST)])
+    way = connections.JoinOptions(
+        invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"], permissions=allowed
+    )
     joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     print('"ready"', flush=True)

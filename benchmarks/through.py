@@ -59,8 +59,18 @@ def _row(title: str, strategy: str, rounds: list[dict[str, Speed]], threads: dic
     ours, peer = ([one[kind].samples for one in rounds] for kind in (strategy, "local"))
     ratio = statistics.median(a / b for a, b in zip(ours, peer, strict=True))
     told = {None: "threads by default", 1: "one thread each"}
-    busy = [one[strategy].busy for one in rounds if len(one[strategy].busy) == 2]
-    shares = "; coordinator {:.2f} and worker {:.2f} cores busy".format(*map(statistics.median, zip(*busy, strict=True))) if busy else ""
+    shares = _shares([one[strategy] for one in rounds], [one["local"] for one in rounds])
     note = f"{told[threads[strategy]]}, alone {told[threads['local']]}{shares}"
     medians = statistics.median(ours), statistics.median(peer)
     return Row(f"one worker through {strategy}, {title}", *medians, "samples/s", ratio, "≥ 0.9 for the better of the two", note)
+
+
+def _shares(ours: list[Speed], peer: list[Speed]) -> str:
+    """Cores kept busy, and processor time for each step: on a machine that is busy with other things only the latter says much."""
+    if not all(len(one.busy) == 2 for one in (*ours, *peer)):
+        return ""
+    coordinator, worker = (statistics.median(one.busy[index] for one in ours) for index in range(2))
+    each = [statistics.median(one.processor_us(index) for one in ours) for index in range(2)]
+    alone = statistics.median(one.processor_us(0) + one.processor_us(1) for one in peer)
+    cores = f"; coordinator {coordinator:.2f} and worker {worker:.2f} cores busy"
+    return f"{cores}; processor µs a step: coordinator {each[0]:.0f}, worker {each[1]:.0f}, alone {alone:.0f}"
