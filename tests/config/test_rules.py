@@ -36,6 +36,15 @@ STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
 FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank: 2}}\n"
 OWN = "model: {kind: huggingface, pretrained: gpt2, layers: own, "
 BROKEN = [
+    ("alerts", "alerts: {webhook: 'ftp://x/y'}\n", ["alerts.webhook"]),
+    ("alerts", "alerts: {link: here}\n", ["alerts.link"]),
+    ("alerts", "alerts: {email: {to: [ann]}}\n", ["alerts.email.to"]),
+    (
+        "alerts",
+        "alerts: {email: {to: [a@b.c], user: u, password: p, encryption: none, host: mail.example.org}}\n",
+        ["alerts.email.encryption", "alerts.email.host"],
+    ),
+    ("alerts", "alerts: {email: {to: [a@b.c], user: u}}\n", ["alerts.email.to"]),
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.7}, {id: b, model_share: 0.7}]}\n", ["scheduler.tasks", "engine.kind"]),
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 1.0}, {id: b, model_share: 0.0}]}\n", ["scheduler.tasks", "engine.kind"]),
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.5}]}\nstrategy: {kind: async}\n", ["scheduler.tasks", "engine.kind"]),

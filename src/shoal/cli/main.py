@@ -29,6 +29,7 @@ COMMANDS = {
     "resume": "continue a paused run",
     "stop": "save and end a run, from any terminal",
     "evict": "remove a worker from a run",
+    "alerts": "send a test message to where the alerts of a run go",
     "audit": "check that no confirmed contribution was lost or counted twice",
     "repair": "repair a run with damaged files, and say what is lost",
     "index": "build an index of texts for retrieval",

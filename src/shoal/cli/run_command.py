@@ -184,6 +184,7 @@ def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[Non
         return
     with dashboard(loop.directory.path) as where:
         print_secret(where)  # no message of the run: the address holds the owner's password
+        loop.recorder.dashboard = next((word.partition("#")[0] for word in where.split() if word.startswith("http")), "")
         yield
 
 

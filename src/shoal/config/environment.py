@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -39,6 +40,16 @@ def coordinator_secrets() -> tuple[str, str] | None:
     """Join token and secret key of a new coordinator, if the process that started it has created them."""
     token, secret = os.environ.get("SHOAL_TOKEN"), os.environ.get("SHOAL_SECRET_KEY")
     return (token, secret) if token and secret else None
+
+
+def has_screen() -> bool:
+    """Whether a desktop of Linux shows what this process shows."""
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def with_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that is told something in these variables."""
+    return {**os.environ, **more}
 
 
 def state_folder() -> Path:

@@ -22,10 +22,13 @@ VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",
     "HF_TOKEN": "hub.token",
     "SHOAL_API_KEY": "serving.api_key",
+    "SHOAL_ALERT_WEBHOOK": "alerts.webhook",
+    "SMTP_PASSWORD": "alerts.email.password",
     "TELEMETRY_ALPHA": "coordinator.telemetry_alpha",
     "LOG_LEVEL": "log_level",
     "LOG_FORMAT": "log_format",
 }
+_SECRET_VARIABLES = ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY", "SHOAL_ALERT_WEBHOOK", "SMTP_PASSWORD")
 LOG_VARIABLES = ("LOG_LEVEL", "LOG_FORMAT")
 """Variables that say what this machine prints, whatever run it takes part in."""
 DEFAULT_FILE = "config.yaml"
@@ -250,7 +253,7 @@ class _Loader:
         for name in self.variables:
             text, target = self.environ.get(name), VARIABLES[name]
             if text:
-                shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY") else text
+                shown = "********" if name in _SECRET_VARIABLES else text
                 source = SourceText(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000)
                 span = Span(source, 1, 1, 1)
                 path, only_for = parse_target(target)

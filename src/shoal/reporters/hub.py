@@ -24,8 +24,8 @@ from shoal.runs.monitoring.best_weights import newest_best
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 LAST_PUSH_S = 60.0
-_ELSEWHERE = ("transport", "cluster")
-"""Settings that name machines and databases. They are not pushed."""
+_ELSEWHERE = ("alerts", "cluster", "transport")
+"""Settings that name people, machines and databases. They are not pushed."""
 _SHORTEST_SECRET = 6
 
 

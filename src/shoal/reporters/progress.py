@@ -151,8 +151,8 @@ class LiveCluster(LiveProgress):
 def rows_of(recorder: Recorder) -> list[tuple[str, ...]]:
     """What every worker does, as text; the names of the columns first."""
     assert recorder.members is not None
-    rows, in_database = recorder.members()
-    return class_table.worker_table(rows) if in_database else class_table.member_table(rows)
+    members = recorder.members()
+    return class_table.worker_table(members.rows) if members.in_database else class_table.member_table(members.rows)
 
 
 def table_of(recorder: Recorder) -> Table:

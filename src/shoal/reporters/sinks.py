@@ -1,4 +1,4 @@
-"""Destinations of metrics besides the run's own folder: TensorBoard, W&B, pictures, the run's database, the hub."""
+"""Destinations of metrics besides the run's own folder: TensorBoard, W&B, pictures, the run's database, the hub, alerts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.schema import output as schema
 from shoal.errors import ShoalError
+from shoal.reporters.alerts import AlertReporter
 from shoal.reporters.hub import HubUploads
 from shoal.reporters.model_card import LocalCard
 from shoal.reporters.plots import save_curves, save_heat_map
@@ -154,9 +155,9 @@ class Blackboard(Reporter):
     def _show_members(self) -> None:
         """Write the workers, where the database does not have them itself. When all have left at the end, the last list stays."""
         assert self.recorder.members is not None
-        rows, in_database = self.recorder.members()
-        if rows and not in_database:
-            self.server.set_fact("members", rows)
+        members = self.recorder.members()
+        if members.rows and not members.in_database:
+            self.server.set_fact("members", members.rows)
 
     def _show_samples(self) -> None:
         """The newest grid, where there is one that was not shown yet."""
@@ -178,4 +179,5 @@ def sinks_for(run: Run) -> list[Reporter]:
     made += [sink.builder()(sink, run) for sink in run.logging.sinks]
     made += [Blackboard(), LocalCard()] if run.transport.kind == "postgres" and not run.alone else []
     made += [HubUploads(run)] if run.hub.enabled else []
+    made += [AlertReporter(run)] if run.alerts.wanted else []
     return made

@@ -59,7 +59,7 @@ _TRANSFORMER = (
 TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("", Limit.ANY, "name seed log_level log_format"),
     LimitedSettings("", Limit.WRITES, "output_dir"),
-    LimitedSettings("", Limit.OWN, "hub serving simulation"),
+    LimitedSettings("", Limit.OWN, "alerts hub serving simulation"),
     LimitedSettings("task[reward]", Limit.ANY, "head_only"),
     LimitedSettings("task[dpo]", Limit.ANY, "loss beta label_smoothing desirable_weight undesirable_weight gamma"),
     # --- models

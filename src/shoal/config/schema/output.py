@@ -1,8 +1,8 @@
-"""Outputs of a run: evaluation, checkpoints, metrics, uploads to the hub."""
+"""Outputs of a run: evaluation, checkpoints, metrics, uploads to the hub, alerts."""
 
 from typing import Literal
 
-from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Secret, Section
+from shoal.config.fields import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Secret, Section
 from shoal.config.parts import Part
 
 Cadence = Literal["steps", "epoch", "never"]
@@ -99,3 +99,55 @@ class Hub(Section):
     """Iterations between uploads."""
     private: bool = False
     """Keep the repository private."""
+
+
+class Email(Section):
+    """Alerts by e-mail (SMTP)."""
+
+    to: tuple[str, ...] = ()
+    """Addresses of those who receive it; empty: no e-mail is sent."""
+    host: str = "127.0.0.1"
+    """The mail server."""
+    port: Port | None = None
+    """null: 465 with `encryption: tls`, 587 with `starttls`, 25 with `none`."""
+    encryption: Literal["starttls", "tls", "none"] = "starttls"
+    """How the connection is encrypted. `none` is refused with a password, unless the server is on this machine."""
+    sender: str | None = None
+    """Address of the sender; null: the user name if it is an address, else the first of `to`."""
+    user: str | None = None
+    """User name at the mail server; null: it asks for none."""
+    password: Secret | None = None
+    """Password at the mail server. Set it in the environment as SMTP_PASSWORD instead."""
+
+
+AlertKind = Literal["no-progress", "loss", "machines-lost", "disk", "ended"]
+
+
+class Alerts(Section):
+    """Messages to people about a run that needs them. Each is sent once, and again only after what it was about had ended."""
+
+    webhook: Secret | None = None
+    """Address for POST as JSON, with the fields that Slack (`text`) and Discord (`content`) show. It is not shown, since for many services
+    it is the password. Set it in the environment as SHOAL_ALERT_WEBHOOK instead."""
+    command: tuple[str, ...] = ()
+    """A program of this machine with its arguments; no shell reads them. It gets the text on standard input, and ALERT, ALERT_RUN and
+    ALERT_LINK in its environment."""
+    desktop: bool = False
+    """Notifications on this machine's screen: notify-send on Linux, osascript on macOS, PowerShell on Windows."""
+    email: Email = Email()
+    about: tuple[AlertKind, ...] = ("no-progress", "loss", "machines-lost", "disk", "ended")
+    """What alerts are about: no step for a long time; a loss that jumps or is not finite; workers that vanish without leaving; a disk
+    that is nearly full; a run that has ended, with the reason."""
+    no_progress_s: PositiveFloat | None = None
+    """Seconds without a step; null: ten times the longest of the last steps, and 600 at least."""
+    loss_jump: PositiveFloat = 5.0
+    """A loss has jumped if it is above the median of the last 20 records by this many times their spread, and by a quarter of it."""
+    disk_gb: NonNegativeFloat = 2.0
+    """Free GB on the disk of the run's folder below which it is nearly full. Too little room for two checkpoints counts, too."""
+    link: str | None = None
+    """Address of a dashboard in the messages; null: that of `--watch`, else the command that shows one."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything that sends alerts."""
+        return bool(self.webhook or self.command or self.desktop or self.email.to)

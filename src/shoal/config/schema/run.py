@@ -7,7 +7,7 @@ from shoal.config.schema.cluster import Cluster, Coordinator, Launch, Scheduler,
 from shoal.config.schema.data import Data
 from shoal.config.schema.engine import Engine, Single
 from shoal.config.schema.model import Mlp, Model
-from shoal.config.schema.output import Checkpoint, Evaluation, Hub, Logging
+from shoal.config.schema.output import Alerts, Checkpoint, Evaluation, Hub, Logging
 from shoal.config.schema.rlhf import Rlhf
 from shoal.config.schema.serving import Serving
 from shoal.config.schema.strategy import Local, Strategy
@@ -47,6 +47,7 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     hub: Hub = Hub()
+    alerts: Alerts = Alerts()
     serving: Serving = Serving()
     rlhf: Rlhf | None = None
     """Learning from feedback; null: none."""

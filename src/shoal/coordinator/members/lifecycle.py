@@ -41,6 +41,7 @@ class MemberLifecycle:
     def tick(self, turn: Turn) -> None:
         """Remove silent and uninvited workers; end quarantines; forget unused names."""
         while (worker := self.members.next_silent(turn.now)) is not None:
+            self.members.mark_lost(worker)
             self.remove(turn, worker, f"is taken for dead: silent for {turn.now - worker.seen_at:.0f} s")
         for guest in [guest for guest, workers in self.members.guests.items() if guest and workers]:
             if self.authenticator.check_guest(guest).reason:

@@ -16,7 +16,7 @@ JOINING, COMPUTING = "joining", "computing"
 MOST_NAMES = 100_000
 """Bound on remembered names, so that a client that joins under ever new names cannot fill the memory."""
 
-_MOST_REPLACED = 16
+_MOST_REPLACED, _MOST_LOST = 16, 1000
 
 
 @dataclass
@@ -158,6 +158,8 @@ class MemberTable:
         """Names that failed units which others manage, and until when they are kept out."""
         self.quarantined_guests: dict[str, float] = {}
         """People on whose invitation such a worker joined, and until when no newcomer may join on it."""
+        self.lost: OrderedDict[str, None] = OrderedDict()
+        """Names of workers that fell silent and have not come back, the last ones last."""
         self._named = 0
 
     def add(
@@ -175,7 +177,14 @@ class MemberTable:
         worker = Member(name, session, seat, now, now, about=about, instance=instance, guest=guest)
         self.guests[guest] += 1
         self.by_session[session] = self.by_name[name] = worker
+        self.lost.pop(name, None)
         return worker
+
+    def mark_lost(self, worker: Member) -> None:
+        """Remember a worker that fell silent."""
+        self.lost[worker.name] = None
+        if len(self.lost) > _MOST_LOST:
+            self.lost.popitem(last=False)
 
     def remove(self, worker: Member) -> None:
         self.by_session.pop(worker.session, None)

@@ -21,6 +21,10 @@ class Members(NamedTuple):
     rows: list[dict[str, Any]]
     in_database: bool
     """Whether the rows come from a database that leases units; it stores other columns than the coordinator's own table."""
+    lost: frozenset[str] = frozenset()
+    """Names of workers that have vanished without leaving, and have not come back."""
+    paused: bool = False
+    """Whether the owner has paused the run."""
 
 
 class ArrivalNotices:
@@ -52,9 +56,12 @@ class MemberOverview:
     def read(self) -> Members:
         """The current rows. Belongs to the thread that coordinates. The database is queried at most once a second."""
         if self.board is None:
-            self.latest = Members(self._with_tasks(self.coordinator.members.table()), in_database=False)
+            members = self.coordinator.members
+            self.latest = Members(self._with_tasks(members.table()), False, frozenset(members.lost), self.coordinator.state.paused)
         elif time.monotonic() >= self._next_query_at:
-            self.latest, self._next_query_at = Members(self.board.workers(), in_database=True), time.monotonic() + _QUERY_EVERY_S
+            rows, self._next_query_at = self.board.workers(), time.monotonic() + _QUERY_EVERY_S
+            lost = frozenset(str(row["name"]) for row in rows if not row["alive"] and row["left_at"] is None)
+            self.latest = Members(rows, True, lost, self.coordinator.state.paused)
             for notice in self.arrivals.update(self.latest.rows):
                 self.tell(notice)
         return self.latest

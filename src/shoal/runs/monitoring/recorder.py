@@ -80,6 +80,9 @@ class Reporter:
 class Recorder:
     """Counts the steps of one run, and records its figures, evaluations and checkpoints."""
 
+    dashboard = ""
+    """Address of the dashboard that this run shows, without its password."""
+
     def __init__(
         self,
         run: Run,

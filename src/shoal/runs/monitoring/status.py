@@ -158,9 +158,9 @@ class StatusWriter:
     # --- workers ---------------------------------------------------------------------------------------
 
     def _members(self, now: float) -> list[dict[str, Any]]:
-        rows, in_database = self.members.read()
-        if in_database:
-            return [_lessee(row, now) for row in rows if row["alive"]]
+        members = self.members.read()
+        if members.in_database:
+            return [_lessee(row, now) for row in members.rows if row["alive"]]
         return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def gram(stack_ND: Tensor) -> Tensor:
 
 
 def squared_distances(gram_NN: Tensor) -> Tensor:
-    """Squared distances of all pairs. Holds: exactly symmetric, so that two nearest neighbours have equal scores and not rounding decides."""
+    """Squared distances of all pairs. Holds: exactly symmetric, so that rounding decides between no two contributions."""
     lengths = gram_NN.diagonal()
     return (lengths[:, None] + lengths[None, :] - (gram_NN + gram_NN.T)).clamp(min=0).fill_diagonal_(0)
 
