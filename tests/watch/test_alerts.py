@@ -160,7 +160,7 @@ def test_a_webhook_that_does_not_take_it_is_told_without_its_path(status: int) -
 def test_a_command_reads_the_text_and_its_failure_is_told(tmp_path: Path) -> None:
     (channel,) = channels_of(Alerts(command=(*NOTE, str(tmp_path / "note"))))
     channel.send(ALERT)
-    assert (tmp_path / "note").read_text() == "loss ship: the loss is not a number\nhttp://127.0.0.1:8650/"
+    assert (tmp_path / "note").read_text() == "loss ship: the loss is not a number\nhttp://127.0.0.1:8650/\n"
     (failing,) = channels_of(Alerts(command=(sys.executable, "-c", "raise SystemExit('no phone')")))
     with pytest.raises(ShoalError, match="exit code 1: no phone"):
         failing.send(ALERT)

@@ -118,7 +118,7 @@ def _run(setting: str, command: list[str], alert: Alert) -> None:
     told = {"": alert.kind, "_RUN": alert.run, "_TEXT": alert.text, "_LINK": alert.link, "_TITLE": alert.title}
     environ = with_variables({f"ALERT{name}": text.replace("\0", "") for name, text in told.items()})
     try:
-        done = subprocess.run(command, input=alert.whole.encode(), capture_output=True, timeout=_COMMAND_S, check=False, env=environ)
+        done = subprocess.run(command, input=f"{alert.whole}\n".encode(), capture_output=True, timeout=_COMMAND_S, check=False, env=environ)
     except subprocess.TimeoutExpired:
         raise ShoalError(f"{setting}: {command[0]} did not end within {_COMMAND_S:.0f} s, and was killed") from None
     except OSError as error:
