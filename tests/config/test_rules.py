@@ -35,6 +35,7 @@ CUT = "engine: {kind: pipeline}\nmodel: "
 STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
 FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank: 2}}\n"
 OWN = "model: {kind: huggingface, pretrained: gpt2, layers: own, "
+SHARED = "engine: {kind: fsdp, expert_parallel: 2}\n"
 BROKEN = [
     ("alerts", "alerts: {webhook: 'ftp://x/y'}\n", ["alerts.webhook"]),
     ("alerts", "alerts: {link: here}\n", ["alerts.link"]),
@@ -366,6 +367,24 @@ BROKEN = [
     ("early-stopping", "training: {early_stopping: {patience: 2}}\nevaluation: {strategy: never}\n", None),
     ("no-effect", "model: {kind: gpt}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
     ("tasks", "strategy: {kind: async}\nscheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
+    ("expert-parallel", SHARED + "model: {kind: gpt}\n", ["engine.expert_parallel", "model.kind"]),
+    ("expert-parallel", SHARED + "model: {kind: moe, experts: {count: 9}}\n", ["engine.expert_parallel", "model.experts.count"]),
+    (
+        "expert-parallel",
+        "strategy: {kind: edp}\nmodel: {kind: moe}\nengine: {kind: fsdp, expert_parallel: 2, experts: [0, 1, 2]}\n",
+        ["engine.expert_parallel", "engine.experts"],
+    ),
+    (
+        "expert-parallel",
+        SHARED + "model: {kind: moe}\nlaunch: {devices_per_node: 3}\n",
+        ["engine.expert_parallel", "launch.devices_per_node"],
+    ),
+    (
+        "expert-parallel",
+        SHARED + "model: {kind: moe}\ntraining: {precision: {kind: fp8, interval: 2}, allow_emulation: true}\n",
+        ["training.precision.interval", "engine.expert_parallel"],
+    ),
+    ("unknown-key", "model: {kind: moe}\nengine: {kind: ddp, expert_parallel: 2}\n", None),
     ("tasks", "strategy: {kind: async}\nscheduler: {kind: none, tasks: [{id: a}]}\n", ["scheduler.tasks", "scheduler.kind"]),
     ("tasks", "strategy: {kind: edp}\nscheduler: {tasks: [{id: a, data_share: 0.7}, {id: b, data_share: 0.7}]}\n", ["scheduler.tasks"]),
     ("scheduler", "strategy: {kind: diloco}\nscheduler: {kind: priority}\n", ["scheduler.kind", "strategy.kind"]),
@@ -485,6 +504,7 @@ def test_the_same_files_mended_load(tmp_path: Path) -> None:
         "training: {optimizer: {momentum: 0.9}, players: {generator: {name: SGD}, discriminator: {name: SGD}}}\n",
         "model: {kind: moe, retrieval: {enabled: true, chunk_size: 32}}\ndata: {sequence_length: 64}\n",
         "model: {kind: moe, mixture_of_heads: {enabled: true}}\n",
+        SHARED + "model: {kind: moe, experts: {count: 8}, mixture_of_heads: {enabled: true}}\nlaunch: {devices_per_node: 2, nodes: 3}\n",
         "training: {cuda_graph: true}\n",
         "serving: {num_nodes: 3}\n" + HOSTS,
         "scheduler: {tasks: [{id: a}, {id: b}]}\nstrategy: {kind: async}\n",

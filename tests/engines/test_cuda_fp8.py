@@ -83,7 +83,7 @@ def test_the_whole_of_experts_is_that_of_their_parts() -> None:
     for layer in made:
         x, gates = spread_out(40, 64).cuda().requires_grad_(), torch.linspace(0.1, 1.0, 40, device="cuda").requires_grad_()
         x.data.copy_(torch.linspace(-2, 2, 40 * 64).view(40, 64).sin())
-        y = layer.experts(x, gates, assignment)
+        y = layer.experts(x, gates, assignment.sizes_E, assignment.real_R1)
         found.append([y.detach(), *torch.autograd.grad(y, (x, gates, layer.up, layer.down), slope)])
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         rows = slice(int(sizes.sum())) if number < 3 else slice(None)  # behind them is anything

@@ -31,6 +31,7 @@ from shoal.launch import forkserver
 from shoal.models import build as build_models
 from shoal.models.generation.generate import generate
 from shoal.models.layers.cross_attention import WithCrossAttention
+from shoal.models.layers.expert_layer import ExpertLayer
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.monitoring.best_weights import BestWeights, newest_best
@@ -88,8 +89,8 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
         return [json.loads(result.read_text()) for result in results]
 
 
-def run_of(engine: dict[str, Any], **training: Any) -> Run:
-    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12}
+def run_of(engine: dict[str, Any], model: dict[str, Any] | None = None, **training: Any) -> Run:
+    model = model or {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12}
     settings = {
         "batch_size": BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -226,12 +227,16 @@ REMEMBERING = FEATURES | {"episodic_memory": {"enabled": True, "capacity": 8, "c
 IDLE = "blocks.0.feed_forward.router.bias_E"
 
 
-def mixture_engine(world: World | None, engine: dict[str, Any], settings: dict[str, Any] = MIXTURE, **training: Any) -> Engine:
-    """An engine with a mixture in which one expert is never chosen."""
-    run = run_of(engine, optimizer=PLAIN, **training)
-    run = run.replace(model=resolve_data({"model": settings}, name="test", dialect="shoal", environ={}).run.model)
+def mixture_engine(
+    world: World | None, engine: dict[str, Any], settings: dict[str, Any] = MIXTURE, double: bool = False, **training: Any
+) -> Engine:
+    """An engine with a mixture in which one expert is never chosen. `double`: in float64."""
+    run = run_of(engine, settings, **{"optimizer": PLAIN} | training)
     players = build_models(run, DataShapes(vocab_size=61))
-    players["model"].get_buffer(IDLE)[0] = -1.0
+    if settings["experts"]["router"] == "sigmoid-bias":
+        players["model"].get_buffer(IDLE)[0] = -1.0
+    if double:
+        players["model"].double()
     task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
     return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
 
@@ -552,6 +557,107 @@ def pipelines(world: World, folder: str) -> dict[str, Any]:
         found["oracle"] = oracle(world)
     found["gone on"] = gone_on(with_moments(world, PIPELINE), folder)
     return found
+
+
+# --- ranks that share the experts of a mixture ----------------------------------------------------------
+
+ADAM = {"name": "AdamW", "learning_rate": 3e-3, "weight_decay": 0.1}
+
+
+def answers(world: World, *asked: str) -> list[Any]:
+    """The results of functions of this file, one after the other."""
+    return [globals()[name](world, *arguments) for name, *arguments in map(json.loads, asked)]
+
+
+def sharing(ranks: int, **more: Any) -> dict[str, Any]:
+    """An engine of which this number of ranks share the experts."""
+    return {"kind": "fsdp", "expert_parallel": ranks} | more
+
+
+def mixture(**experts: Any) -> dict[str, Any]:
+    return MIXTURE | {"experts": MIXTURE["experts"] | experts}
+
+
+def steps_of(world: World | None, engine: dict[str, Any], settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of a mixture, most of them clipped, and all that an engine shows after them. `more`: training settings, or a seed."""
+    training = {"double": True, "clipping": {"max_norm": 0.05}} | {name: value for name, value in more.items() if name != "seed"}
+    made = mixture_engine(world, engine, settings, **training)
+    if "seed" in more:
+        torch.manual_seed(more["seed"] + made.world.rank)
+    figures = [summed_figures(made, made.step(batches(step, made.world.rank, made.world.size)).metrics) for step in range(3)]
+    loads = {name: value for name, value in made.figures().items() if "load" in name}
+    judged = made.evaluate(iter(batches(7)))["loss"]
+    made.gradients(batches(3, made.world.rank, made.world.size))
+    gradient = made.gradient.clone()
+    made.apply(gradient, 10)
+    shown = {"figures": figures, "loads": loads, "judged": judged, "gradient": gradient.tolist(), "norms": made.layer_norms()}
+    return shown | {"vector": made.vector.tolist(), "buffers": made.buffers.tolist()}
+
+
+def summed_figures(made: Engine, metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The figures of all ranks, in double precision."""
+    return {name: float(made.world.add_up(value.double())) for name, value in metrics.items()}
+
+
+def written(world: World | None, engine: dict[str, Any]) -> list[int]:
+    """What a mixture writes while its experts are on several ranks."""
+    model = mixture_engine(world, engine).task.players["model"].eval()
+    tokens = generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=5, decoding=Decoding(active="greedy"))
+    return [int(one) for one in tokens]
+
+
+def idle(world: World | None, engine: dict[str, Any]) -> dict[str, Any]:
+    """A step in which all tokens go to two experts, and one in which ranks after the first have no sample."""
+    made = mixture_engine(world, engine, mixture(router="switch", aux_loss_weight=0.0), double=True)
+    for layer in made.task.players["model"].modules():
+        if isinstance(layer, ExpertLayer):
+            layer.router.register_forward_hook(to_the_first_two)
+    whole = batches(0)[0]
+    for rows in (len(whole["labels"]), 1):
+        made.step([{name: value[:rows][made.world.rank :: made.world.size] for name, value in whole.items()}])
+    return {"vector": made.vector.tolist()}
+
+
+def to_the_first_two(_: Any, __: Any, routes: Any) -> Any:
+    first_T2 = torch.tensor([[0, 1]]).expand(len(routes.experts_TK), 2)
+    return routes._replace(experts_TK=first_T2)
+
+
+def sharing_with_moments(world: World | None, engine: dict[str, Any], settings: dict[str, Any], more: dict[str, Any] | None) -> Engine:
+    made = mixture_engine(
+        world, engine, settings, **{"double": True, "optimizer": ADAM, "gradient_health": {"enabled": True}} | (more or {})
+    )
+    if json.dumps(engine) not in ZERO:
+        made.keep_average(Ema(decay=0.5))
+    return made
+
+
+def saved_sharing(
+    world: World | None, engine: dict[str, Any], settings: dict[str, Any], folder: str, more: dict[str, Any] | None = None
+) -> None:
+    """Two steps, and a checkpoint of them."""
+    made = sharing_with_moments(world, engine, settings, more)
+    losses_in_double(made, 0, 2)
+    Checkpoints(Path(folder), 1).save(2, made.weights(), {"engine": made.state_dict()}, made.world)
+
+
+def resumed_sharing(
+    world: World | None, engine: dict[str, Any], settings: dict[str, Any], folder: str, more: dict[str, Any] | None = None
+) -> list[float]:
+    """The losses of two more steps after a checkpoint, and that of the average of the weights, which ZeRO does not keep."""
+    made = sharing_with_moments(world, engine, settings, more)
+    found = Checkpoints(Path(folder), 1).newest(print)
+    assert found is not None
+    made.load_weights(found.weights)
+    made.load_state_dict(found.state["engine"])
+    losses = losses_in_double(made, 2, 4)
+    with made.averaged():
+        return [*losses, made.evaluate(iter(batches(7)))["loss"]]
+
+
+def losses_in_double(made: Engine, first: int, last: int) -> list[float]:
+    ours = made.world.rank, made.world.size
+    return [summed_figures(made, made.step(batches(step, *ours)).metrics)["loss"] for step in range(first, last)]
 
 
 def main() -> None:

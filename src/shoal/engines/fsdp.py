@@ -1,4 +1,5 @@
-"""FSDP engine: parameters, gradients and optimizer state are sharded over the processes with torch's `fully_shard`, block by block."""
+"""FSDP engine: parameters, gradients and optimizer state are sharded over the processes with torch's `fully_shard`, block by block. Ranks
+may share the experts of a mixture instead of gathering all of them (expert_shards.py)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from shoal.config import Run
 from shoal.config.schema.engine import Fsdp
 from shoal.engines.base import Engine, tensors_of
 from shoal.engines.blocks import blocks_of
+from shoal.engines.expert_shards import ExpertRanks, expert_layers
 from shoal.engines.optim import named_state, optimizers
-from shoal.engines.shards import as_shard, part_of
+from shoal.engines.shards import TensorCut
 from shoal.engines.single import statistics
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -36,9 +38,9 @@ _ENTRANCES = ("hidden", "next_logits")
 
 
 class FsdpEngine(Engine):
-    """Each process holds its rows of every parameter; a block is gathered when it is needed.
+    """Each process holds its part of every parameter; a block is gathered when it is needed.
 
-    The optimizer steps those rows as plain tensors, so it must work element by element: then the result is the same as on whole parameters.
+    The optimizer steps those parts as plain tensors, so it must work element by element: then the result is that of whole parameters.
     """
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
@@ -46,8 +48,9 @@ class FsdpEngine(Engine):
         assert isinstance(run.engine, Fsdp)
         for settings in self.chosen.values():
             _check(run, task, settings.name, device)
-        self.run, self.mesh = run, init_device_mesh(device.type, (world.size,))
-        self.shards = {name: ShardedNetwork(player, run, self.mesh) for name, player in task.players.items()}
+        self.sharding = Sharding(run, device, world)
+        several = len(task.players) > 1
+        self.shards = {name: ShardedNetwork(player, self.sharding, f"{name}." if several else "") for name, player in task.players.items()}
         self.layouts = {name: shards.layout for name, shards in self.shards.items()}
         if run.training.compile is True:
             task.compile()
@@ -55,10 +58,24 @@ class FsdpEngine(Engine):
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
 
     def hold(self, network: nn.Module) -> nn.Module:
-        _shard(network, self.run, self.mesh)
+        self.sharding.shard(network)
         return network
 
     # --- gradients ---------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        if self.sharding.experts is not None:
+            self.sharding.experts.begin_step()
+
+    def _end_step(self, metrics: dict[str, Tensor]) -> None:
+        super()._end_step(metrics)
+        if self.sharding.experts is not None:
+            self.sharding.experts.end_step(self.device)
+            metrics |= {name: value / self.world.size for name, value in self.sharding.experts.figures().items()}
+
+    def figures(self) -> dict[str, float]:
+        return super().figures() | (self.sharding.experts.details() if self.sharding.experts is not None else {})
 
     def _forget(self) -> None:
         for shards in self.shards.values():
@@ -90,16 +107,21 @@ class FsdpEngine(Engine):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
-        for name, row, shape in self.shards[player].in_order():
+        shards = self.shards[player]
+        for name, row in shards.rows.items():
             own = torch.zeros_like(row) if row.grad is None else row.grad
-            yield name, as_shard(own.to(self.device), shape, self.mesh).full_tensor()
+            yield name, shards.as_shard(name, own.to(self.device)).full_tensor()
 
     # --- the flat view -----------------------------------------------------------------------------
 
     def wholes(self) -> Iterator[Tensor]:
         for shards in self.shards.values():
-            for _, row, shape in shards.in_order():
-                yield as_shard(row.detach().to(self.device), shape, self.mesh).full_tensor()
+            for name, row in shards.rows.items():
+                yield shards.as_shard(name, row.detach().to(self.device)).full_tensor()
+
+    def _parts(self) -> Iterator[tuple[TensorCut, nn.Parameter]]:
+        for shards in self.shards.values():
+            yield from ((shards.cuts[name], row) for name, row in shards.rows.items())
 
     def _rows(self) -> Iterator[nn.Parameter]:
         for shards in self.shards.values():
@@ -107,14 +129,14 @@ class FsdpEngine(Engine):
 
     def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            for row, value in zip(self._rows(), wholes, strict=True):
-                row.copy_(part_of(value, self.mesh))
+            for (cut, row), value in zip(self._parts(), wholes, strict=True):
+                row.copy_(cut.part_of(value))
 
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
         own = torch.split(gradient, [shards.layout.size for shards in self.shards.values()])
         for shards, part in zip(self.shards.values(), own, strict=True):
             for name, whole in shards.layout.views(part):
-                shards.rows[name].grad = part_of(whole, self.mesh).to(shards.rows[name].device, copy=True)
+                shards.rows[name].grad = shards.cuts[name].part_of(whole).to(shards.rows[name].device, copy=True)
         return self.apply_own(step)
 
     def finite(self) -> bool:
@@ -128,23 +150,25 @@ class FsdpEngine(Engine):
             for module in network.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # an evaluation leaves some parameters gathered
-            found |= {f"{player}.{name}": value for name, value in tensors_of(network)}
+            experts = self.shards[player].experts
+            for name, value in tensors_of(network):
+                found[f"{player}.{name}"] = self.sharding.whole(value, experts[name]) if name in experts else value
         return found
 
     def _stepped(self) -> list[Tensor]:
         return list(self._rows())
 
     def _named_average(self, values: list[Tensor]) -> dict[str, Tensor]:
-        shapes = [(f"{player}.{name}", shape) for player, shards in self.shards.items() for name, _, shape in shards.in_order()]
-        return {name: as_shard(value, shape, self.mesh) for (name, shape), value in zip(shapes, values, strict=True)}
+        names = [(player, name) for player, shards in self.shards.items() for name in shards.rows]
+        return {f"{player}.{name}": self.shards[player].as_shard(name, value) for (player, name), value in zip(names, values, strict=True)}
 
     def _average_of(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         names = [f"{player}.{name}" for player, shards in self.shards.items() for name in shards.rows]
-        return [part_of(named[name], self.mesh).to(row.device, copy=True) for name, row in zip(names, self._rows(), strict=True)]
+        return [cut.part_of(named[name]).to(row.device, copy=True) for name, (cut, row) in zip(names, self._parts(), strict=True)]
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         if isinstance(own, DTensor):
-            own.to_local().copy_(part_of(value, self.mesh))
+            own.to_local().copy_(TensorCut.of(own).part_of(value))
         else:
             own.copy_(value)
 
@@ -152,22 +176,26 @@ class FsdpEngine(Engine):
         shards = self.shards[player]
         state = named_state.of_parameters(self.optimizers[player], shards.rows)
         for name, own in state["moments"].items():
-            shape = shards.parameters[name].shape
-            state["moments"][name] = {key: as_shard(value, shape, self.mesh) for key, value in own.items()}
+            state["moments"][name] = {key: shards.as_shard(name, value) for key, value in own.items()}
         return state
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
-        own = {name: {key: part_of(value, self.mesh) for key, value in values.items()} for name, values in state["moments"].items()}
-        named_state.load_parameters(self.optimizers[player], self.shards[player].rows, {"shared": state["shared"], "moments": own})
+        shards = self.shards[player]
+        own = {name: {key: shards.cuts[name].part_of(value) for key, value in values.items()} for name, values in state["moments"].items()}
+        named_state.load_parameters(self.optimizers[player], shards.rows, {"shared": state["shared"], "moments": own})
 
 
 class ShardedNetwork:
-    """This process's rows of one network."""
+    """This process's part of one network that learns."""
 
-    def __init__(self, network: nn.Module, run: Run, mesh: Any) -> None:
+    def __init__(self, network: nn.Module, sharding: Sharding, prefix: str) -> None:
+        """`prefix`: of the names of its figures."""
         trained = {name: parameter.shape for name, parameter in network.named_parameters() if parameter.requires_grad}
         self.layout = ParameterLayout((name, tuple(shape)) for name, shape in trained.items())
-        _shard(network, run, mesh)
+        self._shapes = trained
+        self.experts = sharding.shard(network, prefix)
+        """The shapes of the whole stacks of experts that ranks share, by name, also of those that are not trained."""
+        self.cuts = {name: sharding.cut(shape, name in self.experts) for name, shape in trained.items()}
         network.train()
         self.parameters: dict[str, DTensor] = {
             name: _sharded(parameter) for name, parameter in network.named_parameters() if name in trained
@@ -187,10 +215,9 @@ class ShardedNetwork:
     def gradients(self) -> list[Tensor]:
         return [row.grad for row in self.rows.values() if row.grad is not None]
 
-    def in_order(self) -> Iterator[tuple[str, nn.Parameter, torch.Size]]:
-        """Every parameter's name, this process's rows of it, and the shape of the whole."""
-        for name, row in self.rows.items():
-            yield name, row, self.parameters[name].shape
+    def as_shard(self, name: str, own: Tensor) -> DTensor:
+        """Values for this process's part of a parameter, as a part of those for the whole."""
+        return self.cuts[name].as_shard(own, self._shapes[name])
 
 
 def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
@@ -210,21 +237,51 @@ def refuse_several(run: Run, task: Task) -> None:
         raise ShoalError(f"engine.kind: {run.engine.kind} does not keep the figures of BatchNorm the same in all processes: take ddp")
 
 
-def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
-    """Every block of a list of blocks by itself, then what is left."""
-    assert isinstance(run.engine, Fsdp)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.training.precision.kind)
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if run.engine.cpu_offload else OffloadPolicy(),
-    }
-    for module in model.modules() if half else ():
-        if getattr(module, "full_precision", False):  # its weights are not rounded either
-            fully_shard(module, **settings | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
-    for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=run.engine.reshard_after_forward, **settings)
-    fully_shard(model, reshard_after_forward=False, **settings)  # what is outside the blocks is used all the time
+class Sharding:
+    """How networks are sharded over the processes."""
+
+    def __init__(self, run: Run, device: torch.device, world: World) -> None:
+        assert isinstance(run.engine, Fsdp)
+        self.run, self.engine, self.mesh = run, run.engine, init_device_mesh(device.type, (world.size,))
+        self.experts = ExpertRanks(self.engine.expert_parallel, device, world) if self.engine.expert_parallel > 1 else None
+
+    def cut(self, shape: torch.Size, shared: bool) -> TensorCut:
+        """How a parameter is cut. `shared`: it is a stack of experts that ranks share."""
+        return self.experts.cut(shape) if shared and self.experts is not None else TensorCut(self.mesh)
+
+    def whole(self, own: Tensor, shape: torch.Size) -> DTensor:
+        """A stack of experts, with its shape over all ranks that share them, from what `fully_shard` made of this rank's part."""
+        return self.cut(shape, True).as_shard(_sharded(own.detach()).to_local(), shape)
+
+    def shard(self, model: nn.Module, learns: str | None = None) -> dict[str, torch.Size]:
+        """Shard every block of a list of blocks by itself, then what is left. Returns the shapes of the stacks of experts that ranks share.
+
+        `learns`: a prefix for the figures of a network that learns.
+        """
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.run.training.precision.kind)
+        settings: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False),
+            "offload_policy": CPUOffloadPolicy() if self.engine.cpu_offload else OffloadPolicy(),
+        }
+        reshard = self.engine.reshard_after_forward
+        shapes = self.experts.take_part(model, learns) if self.experts is not None else {}
+        for module in model.modules() if half else ():
+            if getattr(module, "full_precision", False):  # its weights are not rounded either
+                fully_shard(module, **settings | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
+        if self.experts is not None:
+            self.experts.shard(model, settings, reshard)
+        for block in blocks_of(model):
+            fully_shard(block, reshard_after_forward=reshard, **settings)
+        fully_shard(model, reshard_after_forward=False, **settings)  # what is outside the blocks is used all the time
+        _finish_sharding(model)
+        if self.experts is not None:
+            _gather_ahead(model)
+        return shapes
+
+
+def _finish_sharding(model: nn.Module) -> None:
+    """Let gradients be summed, and sharded parameters be gathered for all methods that compute."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -232,6 +289,18 @@ def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
     for name in _ENTRANCES:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
+
+
+def _gather_ahead(model: nn.Module) -> None:
+    """Let each block begin to gather the next one. torch does so where the host is ahead of a GPU, but an exchange of rows waits for the
+    GPU's numbers."""
+    before = model
+    for block in blocks_of(model):
+        if isinstance(before, FSDPModule):
+            before.set_modules_to_forward_prefetch(
+                [one for one in (block, *dict(expert_layers(block)).values()) if isinstance(one, FSDPModule)]
+            )
+        before = block
 
 
 def _sharded(tensor: Tensor) -> DTensor:

@@ -130,7 +130,7 @@ TABLE: tuple[LimitedSettings, ...] = (
         LimitedSettings(f"engine[{kind}]", Limit.ANY, "experts")
         for kind in ("single", "ddp", "fsdp", "deepspeed", "pipeline", "collectives")
     ),
-    LimitedSettings("engine[fsdp]", Limit.ANY, "cpu_offload reshard_after_forward"),
+    LimitedSettings("engine[fsdp]", Limit.ANY, "cpu_offload reshard_after_forward expert_parallel"),
     LimitedSettings("engine[deepspeed]", Limit.ANY, "zero_stage cpu_offload nvme_offload allgather_bucket_size reduce_bucket_size"),
     LimitedSettings(
         "engine[deepspeed]", Limit.ANY, "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.config.layers import Settings
-from shoal.config.rules.rule import rule
+from shoal.config.rules.rule import names_a_model, rule
 
 
 @rule("model.hidden_size", "model.num_heads")
@@ -66,6 +66,39 @@ def collectives_hold_all_experts(settings: Settings, held: tuple[int, ...] | Non
     if held is not None and engine in ("collectives", "pipeline"):
         message = f"the engine {engine} holds all experts"
         settings.report("held", message, "engine.experts", "engine.kind", help="set engine.experts to null")
+
+
+@rule("engine.expert_parallel", "model.kind")
+def shared_experts_are_those_of_a_mixture(settings: Settings, ranks: int, model: str) -> None:
+    if ranks > 1 and model != "moe" and names_a_model(settings):
+        message = f"a model of the kind {model} has no experts that devices could share"
+        settings.report("expert-parallel", message, "engine.expert_parallel", "model.kind", help="set engine.expert_parallel to 1")
+
+
+@rule("engine.expert_parallel", "model.experts.count", "engine.experts")
+def experts_are_shared_evenly(settings: Settings, ranks: int, count: int, held: tuple[int, ...] | None) -> None:
+    own, setting = (count, "model.experts.count") if held is None else (len(held), "engine.experts")
+    if own % ranks:
+        fitting = ", ".join(str(one) for one in range(2, own + 1) if own % one == 0)
+        message = f"{ranks} devices cannot share {own} experts evenly"
+        help = f"{own} experts are shared by {fitting} devices" if fitting else "set engine.expert_parallel to 1"
+        settings.report("expert-parallel", message, "engine.expert_parallel", setting, help=help)
+
+
+@rule("engine.expert_parallel", "launch.devices_per_node", "launch.nodes")
+def all_devices_share_experts(settings: Settings, ranks: int, devices: int | None, nodes: int | None) -> None:
+    count = devices * (nodes or 1) if devices else None
+    if count is not None and count % ranks:
+        message = f"{count} devices are not divided into groups of {ranks} that share the experts"
+        settings.report("expert-parallel", message, "engine.expert_parallel", "launch.devices_per_node")
+
+
+@rule("engine.expert_parallel", "training.precision.kind", "training.precision.interval")
+def scales_of_shared_experts_hold_for_a_step(settings: Settings, ranks: int, precision: str, interval: int) -> None:
+    if ranks > 1 and precision == "fp8" and interval > 1:
+        message = "scales that outlast a step are those of all experts, and each device has a part of the experts"
+        paths = ("training.precision.interval", "engine.expert_parallel")
+        settings.report("expert-parallel", message, *paths, help="set training.precision.interval to 1")
 
 
 @rule("model.experts.router", "updates.privacy.enabled")

@@ -43,6 +43,9 @@ class Fsdp(Engine, built_by="shoal.engines.fsdp:FsdpEngine"):
     """Keep parameters in main memory when they are not in use."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after the forward pass, and gather them again for the backward pass."""
+    expert_parallel: PositiveInt = 1
+    """Devices in a row that share the experts of a mixture: each computes its part of them, for the tokens of all, which are exchanged by
+    all-to-all. It must divide the number of devices and of experts. 1: every device gathers all experts of a layer."""
 
 
 class DeepSpeed(Engine, built_by="shoal.engines.deepspeed.engine:DeepSpeedEngine"):

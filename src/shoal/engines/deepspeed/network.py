@@ -18,7 +18,7 @@ from shoal.engines.deepspeed.config import NvmeOffload, zero_config
 from shoal.engines.deepspeed.disk import DiskWindow, ScratchFolder
 from shoal.engines.optim import named_state as moments
 from shoal.engines.optim import optimizers
-from shoal.engines.shards import as_shard, part_of
+from shoal.engines.shards import TensorCut
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.updates.layout import ParameterLayout
@@ -111,7 +111,8 @@ class ZeroNetwork:
             return parameter.detach().clone()
 
     def _part(self, whole: Tensor) -> Tensor:
-        return as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh) if whole.dim() else whole
+        cut = TensorCut(self.mesh)
+        return cut.as_shard(cut.part_of(whole).clone(), whole.shape) if whole.dim() else whole
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers; of parameters this process's part."""

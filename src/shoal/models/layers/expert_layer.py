@@ -19,6 +19,7 @@ from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
+from shoal.models.layers.rank_exchange import RankExchange
 from shoal.models.routers import HeldExperts, Routes, build_router
 from shoal.models.transformer import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
@@ -75,6 +76,8 @@ class ExpertLayer(BlockPart):
         self.is_plain_swiglu = self.gated and self.up_bias is None and self.activation_gate is None
         self.fused_swiglu: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
         """Replacement for all of `experts` in the plain SwiGLU case, from rows, gates, weights and sizes; an engine may set it."""
+        self.rank_exchange: RankExchange | None = None
+        """Where ranks share the experts: each then has a part of the stacks; an engine sets it. `count` is the number of all experts."""
         self.initialise(INITIAL_STD)
 
     def initialise(self, std: float) -> None:
@@ -89,7 +92,7 @@ class ExpertLayer(BlockPart):
         x_TD, counted_T = x_BLD.flatten(0, 1), None if inputs.counted_BL is None else inputs.counted_BL.flatten()
         routes = self.router(x_TD, inputs.input_ids_BL.flatten())
         assignment = self.assign(routes, counted_T)
-        y_RD = self.experts(*self.group(x_TD, routes, assignment), assignment)
+        y_RD = self._outputs(*self.group(x_TD, routes, assignment), assignment)
         y_BLD = self.combine(y_RD, assignment).view_as(x_BLD).to(x_BLD.dtype)
         return F.dropout(y_BLD, self.dropout, self.training), self.statistics(routes, assignment, counted_T)
 
@@ -100,6 +103,14 @@ class ExpertLayer(BlockPart):
     def combine(self, y_RD: Tensor, assignment: ExpertAssignment) -> Tensor:
         """The sum of each token's expert outputs [T, D]."""
         return exchange(y_RD, assignment, back=True)
+
+    def _outputs(self, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> Tensor:
+        """Each row through its expert, which may be another rank's."""
+        if self.rank_exchange is None:
+            return self.experts(x_RD, gates_R, assignment.sizes_E, assignment.real_R1)
+        sent = self.rank_exchange.begin(x_RD.to(self._product_type(x_RD)), gates_R, assignment.sizes_E)
+        received = sent.wait()
+        return sent.send_back(self.experts(*received)).wait()
 
     # --- routing -----------------------------------------------------------------------------------
 
@@ -131,9 +142,10 @@ class ExpertLayer(BlockPart):
     def _assignment(self, places_S: Tensor, sizes_E: Tensor, dropped: Tensor, tokens: int) -> ExpertAssignment:
         rows_S = torch.empty_like(places_S).scatter_(0, places_S, torch.arange(len(places_S), device=places_S.device))
         taken_S = rows_S < sizes_E.sum()
-        places_R = places_S if places_S.is_cuda else places_S[: int(sizes_E.sum())]
+        keeps_all = places_S.is_cuda and self.rank_exchange is None  # an exchange reads the number of rows in any case
+        places_R = places_S if keeps_all else places_S[: int(sizes_E.sum())]
         rows_TK, taken_TK = (one.view(-1, tokens).t() for one in (rows_S.masked_fill(~taken_S, 0), taken_S))
-        real_R1 = (torch.arange(len(places_R), device=places_R.device) < sizes_E.sum())[:, None] if places_R.is_cuda else None
+        real_R1 = (torch.arange(len(places_R), device=places_R.device) < sizes_E.sum())[:, None] if keeps_all else None
         return ExpertAssignment(places_R % tokens, places_R, rows_TK, taken_TK, sizes_E, dropped, real_R1)
 
     def statistics(self, routes: Routes, assignment: ExpertAssignment, counted_T: Tensor | None) -> SideOutputs:
@@ -157,34 +169,38 @@ class ExpertLayer(BlockPart):
 
     # --- the experts -------------------------------------------------------------------------------
 
-    def experts(self, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> Tensor:
+    def _product_type(self, x_RD: Tensor) -> torch.dtype:
+        """The type of the experts' products. Autocast does not reach grouped products, so it is chosen here."""
+        kind = x_RD.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
+
+    def experts(self, x_RD: Tensor, gates_R: Tensor, sizes_E: Tensor, real_R1: Tensor | None = None) -> Tensor:
         """Each row through its expert, times its gate. The gate is multiplied into the input of the last product, in the pass that
-        computes it. Autocast does not reach grouped products, so the types are chosen here."""
-        kind, sizes_E = x_RD.device.type, assignment.sizes_E
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
-        with torch.autocast(kind, enabled=False):
+        computes it. `sizes_E` and `real_R1` are those of an assignment."""
+        dtype = self._product_type(x_RD)
+        with torch.autocast(x_RD.device.type, enabled=False):
             if self.fused_swiglu is not None:
                 return self.fused_swiglu(x_RD.to(dtype), gates_R, self.up.to(dtype), self.down.to(dtype), sizes_E)
             inner_RI = self.grouped_products["up"](x_RD.to(dtype), self.up.to(dtype), sizes_E, self.up_bias)
-            inner_RI = self._activated(inner_RI, x_RD, gates_R, assignment)
+            inner_RI = self._activated(inner_RI, x_RD, gates_R, sizes_E, real_R1)
             y_RD = self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, None)
             if self.down_bias is not None:
                 y_RD = y_RD + (gates_R[:, None] * per_row(self.down_bias, sizes_E, len(y_RD))).to(dtype)
             return y_RD
 
-    def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> Tensor:
+    def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, sizes_E: Tensor, real_R1: Tensor | None) -> Tensor:
         """Input of the second product: activation times gate."""
         if inner_RI.is_cuda and HAS_TRITON and self.gated and self.activation_gate is None:
             from shoal.models.kernels.swiglu import swiglu
 
-            return swiglu(inner_RI, gates_R, assignment.sizes_E.sum())
-        inner_RI = _zeroed(inner_RI, assignment.real_R1)
+            return swiglu(inner_RI, gates_R, sizes_E.sum())
+        inner_RI = _zeroed(inner_RI, real_R1)
         if self.gated:
             gate_RI, content_RI = inner_RI.chunk(2, dim=-1)
             inner_RI = self._activate(gate_RI, x_RD) * content_RI
         else:
             inner_RI = self._activate(inner_RI, x_RD)
-        return _zeroed(inner_RI * gates_R[:, None].to(inner_RI.dtype), assignment.real_R1)
+        return _zeroed(inner_RI * gates_R[:, None].to(inner_RI.dtype), real_R1)
 
     def _activate(self, inner_RI: Tensor, x_RD: Tensor) -> Tensor:
         """The one activation, or a blend of several by a learned gate."""
