@@ -19,7 +19,7 @@ from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
-from shoal.models.layers.rank_exchange import RankExchange
+from shoal.models.layers.rank_exchange import RankExchange, SentRows
 from shoal.models.routers import HeldExperts, Routes, build_router
 from shoal.models.transformer import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
@@ -92,25 +92,29 @@ class ExpertLayer(BlockPart):
         x_TD, counted_T = x_BLD.flatten(0, 1), None if inputs.counted_BL is None else inputs.counted_BL.flatten()
         routes = self.router(x_TD, inputs.input_ids_BL.flatten())
         assignment = self.assign(routes, counted_T)
-        y_RD = self._outputs(*self.group(x_TD, routes, assignment), assignment)
-        y_BLD = self.combine(y_RD, assignment).view_as(x_BLD).to(x_BLD.dtype)
+        x_RD, gates_R = self.group(x_TD, routes, assignment)
+        sent = self._sent(x_RD, gates_R, assignment)  # what needs no routes is best computed from here on
+        if sent is None:
+            y_RD = self.experts(x_RD, gates_R, assignment.sizes_E, assignment.real_R1)
+        else:
+            y_RD = sent.send_back(self.experts(*sent.wait())).wait()
+        y_BLD = self.combine(y_RD, assignment, x_BLD.shape).to(x_BLD.dtype)
         return F.dropout(y_BLD, self.dropout, self.training), self.statistics(routes, assignment, counted_T)
 
     def group(self, x_TD: Tensor, routes: Routes, assignment: ExpertAssignment) -> tuple[Tensor, Tensor]:
         """The rows of the experts, sorted by expert, and their gates."""
         return exchange(x_TD, assignment, back=False), gather_gates(routes.gates_TK, assignment)
 
-    def combine(self, y_RD: Tensor, assignment: ExpertAssignment) -> Tensor:
-        """The sum of each token's expert outputs [T, D]."""
-        return exchange(y_RD, assignment, back=True)
+    def combine(self, y_RD: Tensor, assignment: ExpertAssignment, shape: torch.Size) -> Tensor:
+        """The sum of each token's expert outputs, [B, L, D]. It is no view: `fully_shard` warns of those."""
+        rows_BLK, taken_BLK = (one_TK.view(*shape[:2], -1) for one_TK in (assignment.rows_TK, assignment.taken_TK))
+        return exchange(y_RD, assignment._replace(rows_TK=rows_BLK, taken_TK=taken_BLK), back=True)
 
-    def _outputs(self, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> Tensor:
-        """Each row through its expert, which may be another rank's."""
+    def _sent(self, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> SentRows | None:
+        """The rows, on their way to the ranks of their experts; None: this rank has all experts."""
         if self.rank_exchange is None:
-            return self.experts(x_RD, gates_R, assignment.sizes_E, assignment.real_R1)
-        sent = self.rank_exchange.begin(x_RD.to(self._product_type(x_RD)), gates_R, assignment.sizes_E)
-        received = sent.wait()
-        return sent.send_back(self.experts(*received)).wait()
+            return None
+        return self.rank_exchange.begin(x_RD.to(self._product_type(x_RD)), gates_R, assignment.sizes_E)
 
     # --- routing -----------------------------------------------------------------------------------
 
@@ -234,10 +238,10 @@ class _Exchange(torch.autograd.Function):
 
 def _gathered(x: Tensor, tokens_R: Tensor, rows_TK: Tensor, taken_TK: Tensor, real_R1: Tensor | None, back: bool) -> Tensor:
     if not back:
-        return _zeroed(x[tokens_R], real_R1)
+        return _zeroed(x.flatten(0, -2)[tokens_R], real_R1)
     if not len(x):
-        return x.new_zeros(len(rows_TK), x.shape[1])
-    return torch.where(taken_TK.unsqueeze(-1), x[rows_TK], 0.0).sum(1)
+        return x.new_zeros(*rows_TK.shape[:-1], x.shape[1])
+    return torch.where(taken_TK.unsqueeze(-1), x[rows_TK], 0.0).sum(-2)
 
 
 def _zeroed(x_RD: Tensor, real_R1: Tensor | None) -> Tensor:
