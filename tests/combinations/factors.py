@@ -102,6 +102,25 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "stochastic": {"model.experts.router": "stochastic"},
         "sigmoid-bias": {"model.experts.router": "sigmoid-bias"},
     },
+    "experts": {
+        "plain": {},
+        "shared": {
+            "model.experts.shared_size": 16,
+            "model.experts.shared_gate": True,
+            "model.experts.capacity_factor": None,
+            "model.qk_norm": "head",
+        },
+        "fine": {
+            "model.experts.count": 8,
+            "model.experts.per_token": 4,
+            "model.experts.intermediate_size": 16,
+            "model.experts.dense_layers": 1,
+            "model.experts.scores": "sigmoid",
+            "model.experts.normalise_gates": False,
+            "model.qk_norm": "width",
+        },
+        "mtp": {"model.mtp.enabled": True},
+    },
     "optimizer": {
         "AdamW": {},
         "SGD": {"training.optimizer.name": "SGD"},

@@ -91,7 +91,8 @@ def test_heads_of_any_even_width_and_of_one_group(monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
-        (Variant(normed_heads=True), {}),
+        (Variant(), {"qk_norm": "head"}),
+        (Variant(), {"qk_norm": "width"}),
         (Variant(biased_heads=True), {}),
         (Variant(gelu_gate=True), {}),
         (Variant(one_plus_norms=True), {}),

@@ -27,6 +27,7 @@ OWN = {
     "switch": lambda: moe("switch"),
     "hash": lambda: moe("hash"),
     "sigmoid-bias": lambda: moe("sigmoid-bias"),
+    "dense first layers": lambda: moe("switch", dense_layers=1, shared_size=16, shared_gate=True, intermediate_size=12),
 }
 FAMILIES = {
     "gpt2": {},
@@ -40,8 +41,9 @@ FAMILIES = {
 }
 
 
-def moe(router: str) -> Moe:
-    return Moe(schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=2, router=router, z_loss_weight=0.1)), VOCABULARY)
+def moe(router: str, **experts) -> Moe:
+    chosen = schema.Experts(count=4, per_token=2, router=router, z_loss_weight=0.1, **experts)
+    return Moe(schema.Moe(**SIZES, experts=chosen), VOCABULARY)
 
 
 def hugging_face(kind: str) -> torch.nn.Module:

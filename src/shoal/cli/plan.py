@@ -170,7 +170,8 @@ def _print_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> 
         "a worker" if run.launch.devices_per_node in (None, 1) else f"with {run.engine.kind}, each of {run.launch.devices_per_node} devices"
     )
     parts = ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
-    print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {parts}")
+    active = f" ({found.active:,} active per token)" if found.active < found.parameters else ""
+    print(f"{found.parameters:,} parameters{active}; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {parts}")
     least = run.replace(training=run.training.replace(batch_size=1))
     fitting = machines_that_fit(found, run, kinds)
     lines = []

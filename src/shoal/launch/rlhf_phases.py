@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.ranks import STRATEGY_ALONE
+from shoal.config.schema.model import Moe
 from shoal.config.schema.rlhf import FineTune, SumReward, TrainedReward
 from shoal.errors import ShoalError
 from shoal.runs.folder.phases import ANSWERS, BASE, POLICY, REWARD
@@ -91,8 +92,9 @@ def refuse_large_base(run: Run, command: str) -> None:
     model = run.model
     width, layers = getattr(model, "hidden_size", 0), getattr(model, "num_layers", 0)
     inner = getattr(model, "intermediate_size", None) or 4 * width
-    experts = getattr(getattr(model, "experts", None), "count", 1)
-    size = layers * width * (4 * width + 3 * inner * experts)  # roughly: the parameters in its blocks
+    if isinstance(model, Moe):
+        inner = (model.experts.intermediate_size or inner) * model.experts.count + (model.experts.shared_size or 0)
+    size = layers * width * (4 * width + 3 * inner)  # roughly: the parameters in its blocks
     if size > _SMALL:
         raise ShoalError(
             f"rlhf.policy: there is no model to start from, and one of about {size / 1e6:,.0f} million parameters is not trained on the "

@@ -37,8 +37,10 @@ class Attention(BlockPart):
         biased = settings.bias or variant.biased_heads
         self.query_key_value = nn.Linear(settings.hidden_size, all_heads * self.head_size, bias=biased)
         self.output = nn.Linear(self.query_heads * self.head_size, settings.hidden_size, bias=settings.bias)
-        self.query_norm = RmsNorm(self.head_size, eps=settings.norm_eps) if variant.normed_heads else None
-        self.key_norm = RmsNorm(self.head_size, eps=settings.norm_eps) if variant.normed_heads else None
+        self.norms_width = settings.qk_norm == "width"
+        normed = (self.query_heads, self.kv_heads) if self.norms_width else (1, 1)
+        norms = [RmsNorm(heads * self.head_size, eps=settings.norm_eps) if settings.qk_norm != "none" else None for heads in normed]
+        self.query_norm, self.key_norm = norms
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, inputs.turns)
@@ -77,7 +79,7 @@ class Attention(BlockPart):
         all_BLNE = self.query_key_value(x_BLD).view(*x_BLD.shape[:2], -1, self.head_size)
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = torch.split(all_BLNE, [self.query_heads, self.kv_heads, self.kv_heads], dim=2)
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = _normed(query, self.query_norm, self.norms_width), _normed(key, self.key_norm, self.norms_width)
             if turns is not None:
                 query, key = rotate(query, turns), rotate(key, turns)
         elif turns is not None and turns_in_one_pass(all_BLNE, turns):
@@ -90,6 +92,12 @@ class Attention(BlockPart):
             turning, value = torch.split(all_BLNE, [self.query_heads + self.kv_heads, self.kv_heads], dim=2)
             query, key = torch.split(rotate(turning, turns), [self.query_heads, self.kv_heads], dim=2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _normed(x_BLNE: Tensor, norm: RmsNorm, over_width: bool) -> Tensor:
+    """Queries or keys, each head normalised by itself, or all heads together."""
+    normed: Tensor = norm(x_BLNE.flatten(2)).view_as(x_BLNE) if over_width else norm(x_BLNE)
+    return normed
 
 
 def attend_one_by_one(query_BHLE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, dropout: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
+from shoal.models.layers.expert_layer import expert_size
 from shoal.models.layers.rotary import THETA, to_half_pairs
 from shoal.models.transformer import Trunk
 
@@ -27,7 +28,7 @@ def as_mixtral(model: Trunk, settings: schema.Moe, eos_id: int | None = None) ->
     config = transformers.MixtralConfig(
         vocab_size=model.vocab_size,
         hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size or 4 * settings.hidden_size,
+        intermediate_size=expert_size(settings),
         num_hidden_layers=settings.num_layers,
         num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_kv_heads or settings.num_heads,
@@ -50,8 +51,14 @@ def as_mixtral(model: Trunk, settings: schema.Moe, eos_id: int | None = None) ->
 
 def _differences(settings: schema.Moe) -> list[tuple[str, bool]]:
     """Features that Mixtral lacks, and whether these settings use them."""
+    experts = settings.experts
     return [
-        (f"router {settings.experts.router}", settings.experts.router != "switch"),
+        (f"router {experts.router}", experts.router != "switch"),
+        ("sigmoid scores", experts.scores == "sigmoid"),
+        ("gates that are not normalised", experts.normalise_gates is False),
+        ("shared expert", experts.shared_size is not None),
+        ("dense first layers", experts.dense_layers > 0),
+        ("normalised queries and keys", settings.qk_norm != "none"),
         ("gate of one expert a token that is not 1", settings.experts.per_token == 1),
         ("learned positions", settings.positions != "rotary"),
         (f"feed_forward {settings.feed_forward}", settings.feed_forward != "swiglu"),

@@ -17,41 +17,46 @@ from shoal.config import Run
 from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
 from shoal.models.compile_rules import not_compiled
-from shoal.models.gpt import Attention
+from shoal.models.gpt import Attention, FeedForward
 from shoal.models.layers.cross_attention import ContextEncoder, WithCrossAttention, attends_to_context, has_context
 from shoal.models.layers.episodic_memory import EpisodicMemory
 from shoal.models.layers.expert_layer import ExpertLayer
 from shoal.models.layers.mixture_of_heads import MixtureOfHeads
+from shoal.models.layers.multi_token import MultiTokenHead
 from shoal.models.routers import HeldExperts
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.step_state import StepState
-from shoal.models.transformer import AuxiliaryLoss, BlockPart, SideChannel, SideOutputs, Trunk
+from shoal.models.transformer import PLAIN, AuxiliaryLoss, BlockPart, LayerInputs, SideChannel, SideOutputs, Trunk, Variant
 
 
 class Moe(Trunk):
     """Transformer with expert layers. Auxiliary losses: load balance and z-loss."""
 
-    def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
+    def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None, variant: Variant = PLAIN) -> None:
         reader = ContextEncoder(settings) if has_context(settings) else None
-        parts = partial(block_parts, settings, vocab_size, held)
-        super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
+        parts = partial(block_parts, settings, vocab_size, held, variant)
+        super().__init__(settings, vocab_size, parts, settings.initializer_range, reader, variant)
+        self.dense_layers = settings.experts.dense_layers
+        self.mtp = MultiTokenHead(settings, variant) if settings.mtp.enabled else None
         self.memory = EpisodicMemory(settings, vocab_size) if settings.episodic_memory.enabled else None
         self.head_balance_weight = settings.mixture_of_heads.balance_weight
         routed = [part.routed for part in self.modules() if isinstance(part, MixtureOfHeads)]
-        self.head_loads = StepLoads(settings.num_layers, routed[0]) if routed else None
+        self.head_loads = StepLoads(range(settings.num_layers), routed[0]) if routed else None
         experts = settings.experts
         self.balance_weight = experts.aux_loss_weight
         if experts.z_loss_weight:
             self.loss_weights["z_loss"] = experts.z_loss_weight
         routers = [router for router in self.modules() if isinstance(router, SigmoidBiasRouter)]
-        self.loads = Loads(settings.num_layers, experts.count, routers, held)
+        self.loads = Loads(range(self.dense_layers, settings.num_layers), experts.count, routers, held)
 
     def only(self, first: int, last: int) -> Self:
         """The layers [first, last), with load counters of their own, in the same order."""
         part = super().only(first, last)
-        part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
+        part.mtp = None
+        part.head_loads = StepLoads(range(first, last), self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
         routers = [router for router in part.blocks.modules() if isinstance(router, SigmoidBiasRouter)]
-        part.loads = Loads(last - first, self.loads.reported_LE.shape[1], routers, tuple(self.loads.held), first)
+        layers = range(max(first, self.dense_layers), max(last, self.dense_layers))
+        part.loads = Loads(layers, self.loads.reported_LE.shape[1], routers, tuple(self.loads.held))
         part.loads.reports = self.loads.reports
         return part
 
@@ -60,6 +65,11 @@ class Moe(Trunk):
         self._balance("", self.balance_weight, self.loads, outputs, beside)
         if self.head_loads is not None:
             self._balance("head_", self.head_balance_weight, self.head_loads, outputs, beside)
+
+    def look_ahead(self, embedded_BLD: Tensor, x_BLD: Tensor, inputs: LayerInputs, beside: SideChannel) -> None:
+        if self.mtp is not None and self.training and beside.counted_BL is not None:
+            recomputes = self.checkpointing and torch.is_grad_enabled()
+            beside.ahead = self.mtp(embedded_BLD, x_BLD, inputs, recomputes), self.mtp.weight
 
     def _balance(self, what: str, weight: float, loads: StepLoads, outputs: list[SideOutputs], beside: SideChannel) -> None:
         """Add the balance loss: number of experts (or heads) × Σ share of the choices · mean probability; 1 for uniform use."""
@@ -73,17 +83,20 @@ class Moe(Trunk):
             return
         probability_LE = torch.stack([own[f"{what}probability_{end}"] for own in routed])
         balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
-        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first)}
+        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in zip(loads.layers, balance_L.detach(), strict=True)}
         if weight:
-            beside.losses.append(AuxiliaryLoss(f"{what}balance", weight, self.share * balance_L.mean()))
+            layers = self.depth if what else self.depth - self.dense_layers
+            beside.losses.append(AuxiliaryLoss(f"{what}balance", weight, balance_L.sum() / layers))
 
 
 class StepLoads(StepState):
     """How often each expert (or routed head) of each layer was chosen in this step, over all processes and batches so far."""
 
-    def __init__(self, layers: int, count: int) -> None:
+    def __init__(self, layers: range, count: int) -> None:
+        """`layers`: the numbers of the layers."""
         super().__init__()
-        self.register_buffer("load_LE", torch.zeros(layers, count), persistent=False)
+        self.layers = layers
+        self.register_buffer("load_LE", torch.zeros(len(layers), count), persistent=False)
         self.seen = False
         """Whether there was a batch; reading the loads would synchronise with the GPU."""
 
@@ -104,8 +117,9 @@ class StepLoads(StepState):
     def begin_step(self) -> None:
         self.load_LE = self.load_LE.float().zero_()
 
-    def merge_layers(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
+    def merge_layers(self, part: StepState, total: Callable[[Tensor], Tensor]) -> None:
         assert isinstance(part, StepLoads)
+        first = part.layers.start - self.layers.start
         self.load_LE[first : first + len(part.load_LE)] = part.load_LE
         self.load_LE = total(self.load_LE)
         self.seen = True
@@ -114,12 +128,10 @@ class StepLoads(StepState):
 class Loads(StepLoads):
     """Expert loads, and the router biases that follow from them."""
 
-    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], held: HeldExperts = None, first: int = 0) -> None:
-        """`first`: the number of the first layer."""
+    def __init__(self, layers: range, experts: int, routers: list[SigmoidBiasRouter], held: HeldExperts = None) -> None:
         self.held = [*range(experts)] if held is None else [*held]
         super().__init__(layers, len(self.held))
-        self.first = first
-        self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
+        self.register_buffer("reported_LE", torch.zeros(len(layers), experts), persistent=False)
         self.reports = False
         """Whether workers report each expert's share of the choices. A coordinator has those of its last round."""
         # Not as submodules: the blocks own them
@@ -145,7 +157,11 @@ class Loads(StepLoads):
             "dead_experts": (share_LE == 0).sum(1).float(),
             "load_entropy": entropy_L,
         }
-        return {f"layers/{layer}/{name}": value for name, values_L in by_name.items() for layer, value in enumerate(values_L, self.first)}
+        return {
+            f"layers/{layer}/{name}": value
+            for name, values_L in by_name.items()
+            for layer, value in zip(self.layers, values_L, strict=False)
+        }
 
     def details(self) -> dict[str, Tensor]:
         """Each expert's share of the choices of the step; at a coordinator, which computes no steps, of its last round."""
@@ -154,7 +170,7 @@ class Loads(StepLoads):
             share_LE, held = self.reported_LE, [*range(self.reported_LE.shape[1])]
         return {
             f"layers/{layer}/load/{number}": one
-            for layer, share_E in enumerate(share_LE, self.first)
+            for layer, share_E in zip(self.layers, share_LE, strict=False)
             for number, one in zip(held, share_E, strict=True)
         }
 
@@ -203,12 +219,13 @@ class Loads(StepLoads):
             self.reported_LE.copy_(movement[-1].clamp(0, 1))
 
 
-def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, layer: int) -> tuple[BlockPart, BlockPart]:
+def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, variant: Variant, layer: int) -> tuple[BlockPart, BlockPart]:
     heads = settings.mixture_of_heads.enabled
-    attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
+    attention: BlockPart = MixtureOfHeads(settings, variant) if heads else Attention(settings, settings.attention_dropout, variant)
     if attends_to_context(settings, layer):
         attention = WithCrossAttention(attention, settings)
-    return attention, ExpertLayer(settings, vocab_size, held)
+    dense = layer < settings.experts.dense_layers
+    return attention, FeedForward(settings, variant) if dense else ExpertLayer(settings, vocab_size, held)
 
 
 def players(model: schema.Moe, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:

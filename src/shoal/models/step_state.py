@@ -57,8 +57,8 @@ class StepState(nn.Module):
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
         """Average the accumulated movement of processes that step independently. `mean` is over all of them."""
 
-    def merge_layers(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
-        """Add the statistics of `part`, a stage whose first layer is number `first`, and sum over all stages with `total`."""
+    def merge_layers(self, part: StepState, total: Callable[[Tensor], Tensor]) -> None:
+        """Add the statistics of `part`, a stage, and sum over all stages with `total`."""
 
     def on_state_loaded(self) -> None:
         """Called after the coordinator's state was copied into `state()`."""

@@ -53,6 +53,8 @@ class SideChannel:
         self.losses: list[AuxiliaryLoss] = []
         self.output_weight: Tensor | None = None
         """The tied output matrix for this pass: see `embedding.py`. None: use the model's own."""
+        self.ahead: tuple[Tensor, float] | None = None
+        """Input of the output matrix that predicts the token after the next [B, L, D], and the weight of this loss."""
         self.figures: dict[str, Tensor] = {}
         """Scalars, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
 
@@ -122,8 +124,6 @@ class Variant(NamedTuple):
     """Width of a head; None: hidden_size / num_heads."""
     biased_heads: bool = False
     """The projection to queries, keys and values has a bias, whatever `settings.bias` says."""
-    normed_heads: bool = False
-    """RMS normalisation of each head of queries and keys, before the rotary positions."""
     gelu_gate: bool = False
     """The gate of SwiGLU is GELU (tanh) instead of SiLU."""
     one_plus_norms: bool = False
@@ -201,8 +201,10 @@ class Trunk(nn.Module):
         """A faster product with the output matrix: see `kernels/cpu_packing.py`."""
         self.packed_blocks: PackedBlocks | None = None
         """Computes all blocks for a few new tokens, where that is faster: see `packed/compiled_blocks.py`."""
-        self.first, self.last, self.share = 0, settings.num_layers, 1.0
-        """The layers [first, last) that this object has, and their share of all layers: see `only`."""
+        self.first, self.last, self.depth = 0, settings.num_layers, settings.num_layers
+        """The layers [first, last) that this object has, of how many: see `only`."""
+        self.dense_layers = 0
+        """The first layers, which give no side outputs that are losses."""
         self.loss_weights: dict[str, float] = {}
         """Weights of the side outputs that are losses; all others are figures."""
         self.token_embedding, self.embedding_scale = TokenEmbedding(vocab_size, width), variant.embedding_scale
@@ -212,7 +214,7 @@ class Trunk(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(settings, *parts(layer), variant) for layer in range(settings.num_layers))
         self.norm = norm(settings, variant)
         self.output = None if settings.tied_embeddings else nn.Linear(width, vocab_size, bias=False)
-        self._initialise(initial_std)
+        initialise(self, initial_std, initial_std / math.sqrt(2 * len(self.blocks)))
 
     def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
         """Logits [B, L, V]. `given`: see `hidden`."""
@@ -257,7 +259,7 @@ class Trunk(nn.Module):
             if through_BLD is not None:
                 return through_BLD
         outputs: list[SideOutputs] = []
-        inputs = self._remember(-1, x_BLD, inputs, cache)
+        embedded_BLD, inputs = x_BLD, self._remember(-1, x_BLD, inputs, cache)
         for i, block in enumerate(self.blocks.children()):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
                 x_BLD, own = recomputed(block, block, x_BLD, inputs)
@@ -267,7 +269,11 @@ class Trunk(nn.Module):
             inputs = self._remember(i, x_BLD, inputs, cache)
         if beside is not None:
             self.record_outputs(outputs, beside)
+            self.look_ahead(embedded_BLD, x_BLD, inputs, beside)
         return x_BLD
+
+    def look_ahead(self, embedded_BLD: Tensor, x_BLD: Tensor, inputs: LayerInputs, beside: SideChannel) -> None:
+        """Predict more than the next token; a hook for mixtures. `embedded_BLD`, `x_BLD`: before the first layer, after the last."""
 
     def expect_documents_apart(self) -> None:
         """Raises ShoalError if the model cannot keep the documents of packed rows apart."""
@@ -290,7 +296,7 @@ class Trunk(nn.Module):
         """The layers [first, last) alone, without what stands before and after them. Parameters are shared, and keep their names."""
         part = self._with("rotary")
         part.blocks = nn.ModuleDict({str(layer): self.blocks[layer] for layer in range(first, last)})
-        part.first, part.last, part.share = first, last, (last - first) / len(self.blocks)
+        part.first, part.last = first, last
         return part
 
     def ends(self, before: bool, after: bool) -> Self:
@@ -336,7 +342,7 @@ class Trunk(nn.Module):
         for name, weight in self.loss_weights.items():
             values = [own[name] for own in outputs if name in own]
             if values:
-                beside.losses.append(AuxiliaryLoss(name, weight, self.share * torch.stack(values).mean()))
+                beside.losses.append(AuxiliaryLoss(name, weight, torch.stack(values).sum() / (self.depth - self.dense_layers)))
         for layer, own in enumerate(outputs, self.first):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
@@ -421,19 +427,20 @@ class Trunk(nn.Module):
             cache.value_B = value_head(last_BD)
         return self.project(last_BD)
 
-    def _initialise(self, std: float) -> None:
-        """As GPT-2: output projections are scaled by 1 / sqrt(2 · layers)."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-            if isinstance(module, BlockPart):
-                module.initialise(std)
-        for part in self.modules():
-            if isinstance(part, BlockPart):
-                for weight in part.last_weights():
-                    nn.init.normal_(weight, std=std / math.sqrt(2 * len(self.blocks)))
+
+def initialise(network: nn.Module, std: float, last_std: float) -> None:
+    """As GPT-2: the output projections onto the residual stream have a smaller standard deviation."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, BlockPart):
+            module.initialise(std)
+    for part in network.modules():
+        if isinstance(part, BlockPart):
+            for weight in part.last_weights():
+                nn.init.normal_(weight, std=last_std)
 
 
 class RmsNorm(nn.RMSNorm):

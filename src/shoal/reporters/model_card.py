@@ -10,6 +10,8 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.schema.training import TorchOptimizer
 from shoal.config.show import resolved_text
+from shoal.engines import Engine
+from shoal.engines.pipeline.split import numbers_used
 from shoal.runs.folder.run_reader import DATA, is_figure
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
@@ -29,6 +31,8 @@ class CardFacts(NamedTuple):
     samples: int
     wall_s: float
     size: int
+    active: int
+    """The parameters that a token uses."""
     data: str
     optimizers: Mapping[str, TorchOptimizer]
     """By network: the optimizer that steps it."""
@@ -41,7 +45,8 @@ def facts_of(recorder: Recorder, folder: str = "") -> CardFacts:
     data = (DATA.read(recorder.directory.path / "data.json") or {"name": ""})["name"]
     completed, size = recorder.completed >= recorder.engine.total_steps, recorder.engine.size
     steps = (recorder.step, recorder.step_name, recorder.known_steps, completed)
-    return CardFacts(recorder.run, *steps, recorder.samples, recorder.wall_s, size, data, recorder.engine.chosen, folder)
+    active = _active(recorder.engine)
+    return CardFacts(recorder.run, *steps, recorder.samples, recorder.wall_s, size, active, data, recorder.engine.chosen, folder)
 
 
 def write_card(facts: CardFacts, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
@@ -66,7 +71,20 @@ def _introduction(facts: CardFacts) -> str:
     does = f" that {run.chosen_task.does}" if run.chosen_task.does else ""
     state = "at the end of its training" if facts.completed else "while it is still being trained"
     title = run.name or run.hub.repo_id.partition("/")[2] or Path(facts.folder).name
-    return f"# {title}\n\nThis is {kind}{does}, with {facts.size:,} parameters, trained with Shoal; here {state}."
+    return f"# {title}\n\nThis is {kind}{does}, with {_parameters(facts)}, trained with Shoal; here {state}."
+
+
+def _parameters(facts: CardFacts) -> str:
+    return f"{facts.size:,} parameters" + (f", of which a token uses {facts.active:,}" if facts.active < facts.size else "")
+
+
+def _active(engine: Engine) -> int:
+    """The trained parameters that a token uses: of a mixture's experts those that it goes to. All of them where a process has a part."""
+    counts = [
+        (weight.numel(), used) for player in engine.task.players.values() for weight, used in numbers_used(player) if weight.requires_grad
+    ]
+    whole = sum(numel for numel, _ in counts) == engine.size
+    return round(sum(used for _, used in counts)) if whole else engine.size
 
 
 def _sample(sample: Path | None) -> str:

@@ -10,7 +10,7 @@ from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.load import ConfigFile, Override, resolve, resolve_data
-from shoal.config.schema.model import HuggingFace
+from shoal.config.schema.model import HuggingFace, Moe, Mtp
 from shoal.data.text.documents import Conversation
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
@@ -31,6 +31,8 @@ from shoal.updates.state_packing import Checkpoint
 
 PUSHED = "model.safetensors"
 """The weights of an exported run, or of its copy on the hub."""
+_AHEAD = "model.mtp."
+"""The weights of the head that predicts the token after the next."""
 
 
 class TrainedModel(NamedTuple):
@@ -123,7 +125,7 @@ def open_run(path: str, warn: Callable[[str], None], *, to_write: bool = False) 
     its weights stay in the files of the checkpoint until they are read. Raises ShoalError."""
     if not is_run(Path(path)):
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
-    run, root = settings_of(path, warn), run_folder_of(path)
+    run, root = _without_mtp(settings_of(path, warn)), run_folder_of(path)
     raw = DATA.read(root / "data.json")
     if raw is None:
         raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json")
@@ -133,6 +135,7 @@ def open_run(path: str, warn: Callable[[str], None], *, to_write: bool = False) 
     mapped = to_write and isinstance(run.model, HuggingFace)
     task = _evaluating(run, DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id), "meta" if mapped else "cpu")
     checkpoint = weights_for_task(path, task, warn)
+    checkpoint = checkpoint._replace(weights={name: value for name, value in checkpoint.weights.items() if not name.startswith(_AHEAD)})
     if mapped:
         for name, player in task.players.items():
             load_tensors(player, {one.removeprefix(f"{name}."): value for one, value in checkpoint.weights.items()})
@@ -141,6 +144,13 @@ def open_run(path: str, warn: Callable[[str], None], *, to_write: bool = False) 
     for player in task.players.values():
         player.eval()
     return TrainedModel(run, task, checkpoint, tokenizer, root, passage_index_of(root))
+
+
+def _without_mtp(run: Run) -> Run:
+    """The settings without the head that predicts the token after the next: it serves training alone."""
+    if isinstance(run.model, Moe) and run.model.mtp.enabled:
+        return run.replace(model=run.model.replace(mtp=Mtp()))
+    return run
 
 
 def weights_for_task(path: str, task: tasks.Task, warn: Callable[[str], None]) -> Checkpoint:

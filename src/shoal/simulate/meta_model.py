@@ -42,6 +42,12 @@ class MetaModel(NamedTuple):
         return self.parts.single.vector.numel()
 
     @property
+    def active(self) -> int:
+        """The parameters that a token uses: of a mixture's experts those that it goes to."""
+        weights = [one for player in self.parts.engine.task.players.values() for one in numbers_used(player)]
+        return round(sum(used for weight, used in weights if weight.requires_grad))
+
+    @property
     def vocabulary(self) -> int:
         """Size of the vocabulary; 0: the data is no text."""
         return self.parts.data.info.vocab_size or 0
@@ -95,7 +101,10 @@ class MetaModel(NamedTuple):
 def _blocks_of(network: Any) -> memory.BlockShape | None:
     """The blocks of a model of Hugging Face, as far as its configuration names them."""
     network = getattr(network, "trunk", network)
-    config = network.conversion.config if hasattr(network, "conversion") else network.inner.config.get_text_config()
+    if hasattr(network, "conversion"):
+        settings = network.conversion.settings
+        return memory.BlockShape(settings.num_layers, settings.hidden_size, settings.num_heads, memory.numbers_kept(settings))
+    config = network.inner.config.get_text_config()
     layers, width, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     return memory.BlockShape(layers, width, heads or 0) if layers and width else None
 

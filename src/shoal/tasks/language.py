@@ -83,6 +83,8 @@ class LanguageModelling(Task):
         else:
             total, metrics, beside = self._of_all_logits(batch, slots_B, fresh)
         if beside is not None:
+            if beside.ahead is not None:
+                beside.losses.append(self._ahead(batch, beside))
             for name, weight, value in beside.losses:
                 metrics[name] = value
                 total = total + weight * value
@@ -123,9 +125,20 @@ class LanguageModelling(Task):
         given, counted_BL = self.beside_tokens(batch), batch["labels"] != IGNORED
         hidden_ND, labels_N = model.hidden(batch["input_ids"], **given)[counted_BL], batch["labels"][counted_BL]
         weight_VD = output_of(model, given)
-        buffer_VD = gradient_buffer_of(getattr(model, "output_weight", weight_VD))
+        ahead = "beside" in given and given["beside"].ahead is not None  # then the gradient has two parts
+        buffer_VD = None if ahead else gradient_buffer_of(getattr(model, "output_weight", weight_VD))
         loss = cross_entropy_of(hidden_ND, weight_VD, labels_N, buffer_VD)
         return loss, given.get("beside")
+
+    def _ahead(self, batch: Batch, beside: Any) -> tuple[str, float, Tensor]:
+        """The loss of the token after the next, over the tokens for which both this token and the next one count."""
+        (hidden_BLD, weight), labels_BL = beside.ahead, batch["labels"]
+        counted_BL = (labels_BL[:, 1:] != IGNORED) & (labels_BL[:, :-1] != IGNORED)
+        hidden_BLD, weight_VD = hidden_BLD[:, :-1], output_of(self.players["model"], {"beside": beside})
+        if labels_BL.device.type == "cpu" and not self.fixed_shapes and bool(counted_BL.any()):
+            return "mtp", weight, cross_entropy_of(hidden_BLD[counted_BL], weight_VD, labels_BL[:, 1:][counted_BL])
+        logits_BLV = F.linear(hidden_BLD, weight_VD.to(hidden_BLD.dtype))
+        return "mtp", weight, cross_entropy(logits_BLV.float(), labels_BL[:, 1:].masked_fill(~counted_BL, IGNORED))
 
     @torch.no_grad()
     def _score(self, logits_BLV: Tensor, batch: Batch, slots_B: Tensor, fresh: int) -> dict[str, Tensor]:

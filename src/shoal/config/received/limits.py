@@ -53,7 +53,7 @@ class LimitedSettings(NamedTuple):
 
 _TRANSFORMER = (
     "vocab_size hidden_size num_layers num_heads num_kv_heads intermediate_size max_seq_len positions feed_forward norm norm_eps bias "
-    "tied_embeddings dropout"
+    "qk_norm tied_embeddings dropout"
 )
 
 TABLE: tuple[LimitedSettings, ...] = (
@@ -68,6 +68,8 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("model[gpt]", Limit.ANY, _TRANSFORMER),
     LimitedSettings("model[moe]", Limit.ANY, f"{_TRANSFORMER} attention_dropout initializer_range"),
     LimitedSettings("model[moe].experts", Limit.ANY, "count per_token capacity_factor router aux_loss_weight z_loss_weight bias_step"),
+    LimitedSettings("model[moe].experts", Limit.ANY, "intermediate_size shared_size shared_gate dense_layers scores normalise_gates"),
+    LimitedSettings("model[moe].mtp", Limit.ANY, "enabled loss_weight"),
     LimitedSettings("model[moe].mixture_of_heads", Limit.ANY, "enabled active_share shared_heads balance_weight"),
     LimitedSettings("model[moe].mixture_of_activations", Limit.ANY, "enabled"),
     LimitedSettings("model[moe].cross_attention", Limit.ANY, "enabled every_layers encoder_layers"),

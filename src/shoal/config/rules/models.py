@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import names_a_model, rule
+from shoal.config.schema.task import Task
 
 
 @rule("model.hidden_size", "model.num_heads")
@@ -34,6 +35,48 @@ def router_is_causal(settings: Settings, router: str, per_token: int) -> None:
     if router == "gshard" and per_token != 2:
         message = f"the router gshard chooses 2 experts per token, not {per_token}"
         settings.report("router", message, "model.experts.per_token", "model.experts.router")
+
+
+@rule("model.experts.dense_layers", "model.num_layers")
+def some_layers_have_experts(settings: Settings, dense: int, layers: int) -> None:
+    if dense >= layers:
+        message = f"{dense} dense layers, of {layers} layers in all, leave none with experts"
+        settings.report("experts", message, "model.experts.dense_layers", "model.num_layers", help="set model.kind to gpt, or lower it")
+
+
+@rule("model.experts.scores", "model.experts.router")
+def scores_fit_the_router(settings: Settings, scores: str | None, router: str) -> None:
+    needed = {"sigmoid-bias": "sigmoid", "gshard": "softmax", "stochastic": "softmax"}.get(router, scores)
+    if scores is not None and scores != needed:
+        message = f"the router {router} has {needed} scores; the router switch has either"
+        settings.report("router", message, "model.experts.scores", "model.experts.router")
+
+
+@rule("model.experts.normalise_gates", "model.experts.router", "model.experts.per_token")
+def gates_fit_the_router(settings: Settings, normalises: bool | None, router: str, per_token: int) -> None:
+    if normalises and per_token == 1:
+        message = "the gate of a single expert would always be 1, so the router would learn nothing from the loss"
+        settings.report("router", message, "model.experts.normalise_gates", "model.experts.per_token")
+    if normalises is False and router == "gshard":
+        message = "the router gshard draws the second expert by its normalised gate"
+        settings.report("router", message, "model.experts.normalise_gates", "model.experts.router")
+
+
+@rule("model.mtp.enabled", "task", "engine.kind")
+def two_tokens_are_predicted_where_tokens_are_learned(settings: Settings, ahead: bool, task: Task | None, engine: str) -> None:
+    if ahead and task is not None and task.kind != "language-modelling":
+        message = f"the task {task.kind} has no loss for the token after the next"
+        settings.report("mtp", message, "model.mtp.enabled", "task.kind", help="set model.mtp.enabled to false")
+    if ahead and engine == "pipeline":
+        message = "the last stage of a pipeline has no embeddings of the tokens, which the head reads"
+        settings.report("mtp", message, "model.mtp.enabled", "engine.kind")
+
+
+@rule("model.mtp.enabled", "model.episodic_memory.enabled")
+def replayed_tokens_have_no_weight_ahead(settings: Settings, ahead: bool, remembers: bool) -> None:
+    if ahead and remembers:
+        message = "sequences that a memory replays have a weight of their own, which the loss of the token after the next does not know"
+        settings.report("mtp", message, "model.mtp.enabled", "model.episodic_memory.enabled")
 
 
 @rule("engine.experts", "model.kind", "strategy.kind")

@@ -9,7 +9,7 @@ from shoal.config.layers import Settings, UnavailableError
 from shoal.config.rules.rule import changed, rule
 from shoal.config.schema.cluster import Kubernetes, Ray, Slurm, Ssh
 from shoal.config.schema.engine import Engine
-from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Retrieval
+from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Mtp, Retrieval
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.training import EMULATED, PlayerOptimizer
 
@@ -25,6 +25,7 @@ _OF_PARTS_THAT_ARE_OFF = tuple(
     (f"{part}.{name}", f"{part}.enabled", lambda on: not on, why)
     for part, names, why in (
         ("model.mixture_of_heads", MixtureOfHeads.fields(), "all heads are active for every token"),
+        ("model.mtp", Mtp.fields(), "one token is predicted at a time"),
         ("model.retrieval", Retrieval.fields(), "no passages are looked for"),
         ("model.episodic_memory", EpisodicMemory.fields(), "nothing is remembered"),
         ("hub", ("repo_id", "push_interval", "private"), "nothing is uploaded"),
@@ -86,6 +87,9 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("model.experts.aux_loss_weight", "model.experts.router", lambda router: router == "hash", "a fixed table does not learn to balance"),
     ("model.experts.z_loss_weight", "model.experts.router", lambda router: router == "hash", "a fixed table has no logits"),
     ("model.experts.bias_step", "model.experts.router", lambda router: router != "sigmoid-bias", "the router has no biases"),
+    ("model.experts.scores", "model.experts.router", lambda router: router == "hash", "a fixed table has no logits"),
+    ("model.experts.normalise_gates", "model.experts.router", lambda router: router == "hash", "all gates of a fixed table are equal"),
+    ("model.experts.shared_gate", "model.experts.shared_size", lambda size: size is None, "there is no shared expert"),
     ("model.episodic_memory.replay_weight", "model.episodic_memory.replay_rate", lambda rate: not rate, "nothing is replayed"),
     ("logging.directory", "logging.sinks", lambda sinks: "tensorboard" not in [sink.kind for sink in sinks], "TensorBoard is not used"),
     (

@@ -69,6 +69,9 @@ class Transformer(Model, shared=True):
     """Added to the variance in every normalisation."""
     bias: bool = True
     """Bias terms in linear layers and normalisations."""
+    qk_norm: Literal["none", "head", "width"] = "none"
+    """RMS normalisation of queries and keys before the rotary positions: each head by itself (as Qwen 3), or all heads together (as
+    OLMoE)."""
     tied_embeddings: bool = True
     """Use the embedding matrix as output matrix too."""
     dropout: Share = 0.0
@@ -88,12 +91,25 @@ class Experts(Section):
     """Experts per layer."""
     per_token: PositiveInt = 2
     """Experts that see each token."""
+    intermediate_size: PositiveInt | None = None
+    """Width of each expert; null: model.intermediate_size."""
+    shared_size: PositiveInt | None = None
+    """Width of the shared expert, which sees every token beside the chosen experts; null: there is none. Several shared experts are one
+    expert of their widths together."""
+    shared_gate: bool = False
+    """Multiply the output of the shared expert by a sigmoid gate of the token."""
+    dense_layers: NonNegativeInt = 0
+    """The first layers, which have one feed-forward layer of model.intermediate_size instead of experts."""
     capacity_factor: PositiveFloat | None = 1.25
     """Capacity of each expert while training, as a multiple of an even share; tokens beyond it are dropped and counted. Null: no limit."""
     router: Literal["switch", "gshard", "hash", "stochastic", "sigmoid-bias", "expert-choice", "soft"] = "switch"
     """How experts are chosen for a token: the most probable (switch), the two most probable, the second at random (gshard), by a fixed
     table of token ids (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias).
     expert-choice and soft depend on later tokens and are refused for causal models."""
+    scores: Literal["softmax", "sigmoid"] | None = None
+    """How the logits of the router become gates; null: sigmoid for the router sigmoid-bias, softmax for the others."""
+    normalise_gates: bool | None = None
+    """Divide the gates of a token's experts by their sum; null: yes, if a token has several experts."""
     aux_loss_weight: NonNegativeFloat = 0.01
     """Weight of the load-balancing loss, which is the mean over the layers. A deep model that drops many tokens needs more: 0.01 for each
     layer. The router hash has no such loss."""
@@ -171,6 +187,14 @@ class EpisodicMemory(Section):
     """Weight of a replayed token in the loss, relative to a new one."""
 
 
+class Mtp(Section):
+    """Multi-token prediction: in training one more block predicts the token after the next. Exports and servers leave it out."""
+
+    enabled: bool = False
+    loss_weight: PositiveFloat = 0.3
+    """Weight of its loss."""
+
+
 class Moe(Transformer, built_by="shoal.models.moe:players"):
     """A decoder-only transformer with mixture-of-experts layers."""
 
@@ -179,7 +203,7 @@ class Moe(Transformer, built_by="shoal.models.moe:players"):
     num_layers: PositiveInt = 16
     num_heads: PositiveInt = 12
     intermediate_size: PositiveInt | None = None
-    """Width of each expert's feed-forward layer; null: 4 × hidden_size."""
+    """Width of the feed-forward layers, and of each expert without a width of its own; null: 4 × hidden_size."""
     max_seq_len: PositiveInt = 2048
     positions: Literal["learned", "rotary"] = "rotary"
     feed_forward: Literal["gelu", "swiglu"] = "swiglu"
@@ -190,6 +214,7 @@ class Moe(Transformer, built_by="shoal.models.moe:players"):
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     experts: Experts = Experts()
+    mtp: Mtp = Mtp()
     mixture_of_heads: MixtureOfHeads = MixtureOfHeads()
     mixture_of_activations: MixtureOfActivations = MixtureOfActivations()
     cross_attention: CrossAttention = CrossAttention()

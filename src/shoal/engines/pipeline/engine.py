@@ -102,7 +102,7 @@ class PipelineEngine(SingleEngine):
             StagePasses(self, self.micro_batches(batches), weighing, metrics).run()
         self.loss_check.begin()
         for one, part in zip(self.kept, self._layers_kept, strict=True):
-            one.merge_layers(part, self.first_layer, self.add_up)
+            one.merge_layers(part, self.add_up)
         self._name_alike(metrics)
         self._gather("model")
         yield "model"

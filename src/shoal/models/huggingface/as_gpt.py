@@ -132,7 +132,6 @@ def _variant(config: Any, biased: bool) -> Variant:
     return Variant(
         head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         biased_heads=biased,
-        normed_heads=config.model_type == "qwen3",
         gelu_gate=gemma,
         one_plus_norms=gemma,
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
@@ -154,6 +153,7 @@ def _of_llama(config: Any) -> schema.Gpt:
         norm="rms",
         norm_eps=config.rms_norm_eps,
         bias=False,
+        qk_norm="head" if config.model_type == "qwen3" else "none",
         tied_embeddings=config.tie_word_embeddings,
     )
 

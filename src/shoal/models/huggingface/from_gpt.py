@@ -1,12 +1,13 @@
-"""Conversion of Shoal's own GPT to a model of transformers that computes the same: Llama, GPT-2 or GPT-NeoX.
+"""Conversion of Shoal's own GPT to a model of transformers that computes the same: Llama, Qwen 3, GPT-2 or GPT-NeoX.
 
 | | positions | feed-forward | normalisation | key and value heads |
 |---|---|---|---|---|
 | Llama | rotary | SwiGLU | RMS | any number |
+| Qwen 3 | rotary | SwiGLU | RMS, and of the heads of queries and keys | any number |
 | GPT-2 | learned | GELU (tanh) | layer | as many as query heads |
 | GPT-NeoX | rotary | GELU (tanh) | layer | as many as query heads |
 
-Biases are settings of Llama. The others always have them; they are zero where the GPT has none.
+Biases are settings of Llama, and Qwen 3 has none. The others always have them; they are zero where the GPT has none.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, NEOX_
 from shoal.models.layers.rotary import THETA
 from shoal.untrusted.huggingface import causal_model_of
 
-_EXPECTED = {
-    "Llama": {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms"},
-    "GPT-2": {"positions": "learned", "feed_forward": "gelu", "norm": "layer"},
-    "GPT-NeoX": {"positions": "rotary", "feed_forward": "gelu", "norm": "layer"},
+_EXPECTED: dict[str, dict[str, Any]] = {
+    "Llama": {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms", "qk_norm": "none"},
+    "Qwen 3": {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms", "qk_norm": "head", "bias": False},
+    "GPT-2": {"positions": "learned", "feed_forward": "gelu", "norm": "layer", "qk_norm": "none"},
+    "GPT-NeoX": {"positions": "rotary", "feed_forward": "gelu", "norm": "layer", "qk_norm": "none"},
 }
-_NAMES = {"Llama": LLAMA_NAMES, "GPT-2": GPT2_NAMES, "GPT-NeoX": NEOX_NAMES}
+_NAMES = {"Llama": LLAMA_NAMES, "Qwen 3": LLAMA_NAMES, "GPT-2": GPT2_NAMES, "GPT-NeoX": NEOX_NAMES}
 
 
 def as_transformers(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> Any:
@@ -38,13 +40,13 @@ def as_transformers(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> Any
     if family is None:
         reasons = "; ".join(f"{family} has no {' and no '.join(found)}" for family, found in differences.items())
         raise ShoalError(f"no model of Transformers computes the same: {reasons}; export it without --transformers, for `shoal generate`")
-    shape = {"Llama": _llama_shape, "GPT-2": _gpt2_shape, "GPT-NeoX": _neox_shape}[family](settings)
+    shape = {"Llama": _llama_shape, "Qwen 3": _qwen3_shape, "GPT-2": _gpt2_shape, "GPT-NeoX": _neox_shape}[family](settings)
     shape |= {"vocab_size": model.vocab_size, "tie_word_embeddings": settings.tied_embeddings, "bos_token_id": None, "eos_token_id": eos_id}
     try:
         import transformers
     except ImportError as error:
         raise ShoalError("--transformers needs transformers: pip install 'shoal[hf]'") from error
-    made: Any = {"Llama": transformers.LlamaConfig, "GPT-2": transformers.GPT2Config, "GPT-NeoX": transformers.GPTNeoXConfig}[family]
+    made: Any = getattr(transformers, {"Llama": "LlamaConfig", "Qwen 3": "Qwen3Config", "GPT-2": "GPT2Config"}.get(family, "GPTNeoXConfig"))
     theirs: Any = causal_model_of(made(**shape))
     state = _named(model, settings, _NAMES[family])
     with torch.no_grad():
@@ -56,7 +58,7 @@ def as_transformers(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> Any
 def _differences(settings: schema.Gpt, family: str) -> list[str]:
     """Settings of the model that the family does not compute."""
     found = [f"{name} {getattr(settings, name)}" for name, value in _EXPECTED[family].items() if getattr(settings, name) != value]
-    if family != "Llama" and settings.num_kv_heads not in (None, settings.num_heads):
+    if family.startswith("GPT") and settings.num_kv_heads not in (None, settings.num_heads):
         found.append(f"num_kv_heads {settings.num_kv_heads}")
     return found
 
@@ -75,6 +77,11 @@ def _llama_shape(settings: schema.Gpt) -> dict[str, Any]:
         "attention_dropout": settings.dropout,
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
     }
+
+
+def _qwen3_shape(settings: schema.Gpt) -> dict[str, Any]:
+    shape = _llama_shape(settings) | {"head_dim": settings.hidden_size // settings.num_heads}
+    return {name: value for name, value in shape.items() if name != "mlp_bias"}
 
 
 def _gpt2_shape(settings: schema.Gpt) -> dict[str, Any]:

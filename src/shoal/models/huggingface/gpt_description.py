@@ -29,8 +29,8 @@ _MOST_HEAD = 4096
 """Widest head."""
 _MOST_NUMBERS = 1 << 29
 """Most numbers of the table of rotary positions."""
-_FORMAT = 1
-_VARIANT_TYPES = {**dict.fromkeys(("biased_heads", "normed_heads", "gelu_gate", "one_plus_norms"), bool), "embedding_scale": float}
+_FORMAT = 2
+_VARIANT_TYPES = {**dict.fromkeys(("biased_heads", "gelu_gate", "one_plus_norms"), bool), "embedding_scale": float}
 
 
 def describe(own: GptConversion) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import LayerCache
+from shoal.models.gpt import FeedForward
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.layers.rank_exchange import RankExchange, SentRows
@@ -63,13 +64,16 @@ class ExpertLayer(BlockPart):
         self.dropout, self.count = settings.dropout, experts.count if held is None else len(held)
         self.capacity_factor, self.z_loss = experts.capacity_factor, experts.z_loss_weight > 0
         self.gated = settings.feed_forward == "swiglu"
-        width, inner = settings.hidden_size, settings.intermediate_size or 4 * settings.hidden_size
+        width, inner = settings.hidden_size, expert_size(settings)
         self.router = build_router(experts, width, vocab_size, held)
         self.up = nn.Parameter(torch.empty(self.count, 2 * inner if self.gated else inner, width))
         self.down = nn.Parameter(torch.empty(self.count, width, inner))
         self.up_bias = nn.Parameter(torch.zeros(self.count, self.up.shape[1])) if settings.bias else None
         self.down_bias = nn.Parameter(torch.zeros(self.count, width)) if settings.bias else None
         self.activation_gate = FullPrecisionLinear(width, len(ACTIVATIONS)) if settings.mixture_of_activations.enabled else None
+        self.shared = FeedForward(settings.replace(intermediate_size=experts.shared_size, dropout=0.0)) if experts.shared_size else None
+        """The expert that sees every token, and its gate."""
+        self.shared_gate = FullPrecisionLinear(width, 1, bias=False) if self.shared is not None and experts.shared_gate else None
         self.grouped_products: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]]
         self.grouped_products = {"up": grouped_linear, "down": grouped_linear}
         """The grouped matrix products; an engine may replace them."""
@@ -93,12 +97,14 @@ class ExpertLayer(BlockPart):
         routes = self.router(x_TD, inputs.input_ids_BL.flatten())
         assignment = self.assign(routes, counted_T)
         x_RD, gates_R = self.group(x_TD, routes, assignment)
-        sent = self._sent(x_RD, gates_R, assignment)  # what needs no routes is best computed from here on
+        sent = self._sent(x_RD, gates_R, assignment)
+        shared_BLD = None if self.shared is None else self.shared_output(x_BLD, inputs)  # while rows travel to other ranks
         if sent is None:
             y_RD = self.experts(x_RD, gates_R, assignment.sizes_E, assignment.real_R1)
         else:
             y_RD = sent.send_back(self.experts(*sent.wait())).wait()
         y_BLD = self.combine(y_RD, assignment, x_BLD.shape).to(x_BLD.dtype)
+        y_BLD = y_BLD if shared_BLD is None else y_BLD + shared_BLD
         return F.dropout(y_BLD, self.dropout, self.training), self.statistics(routes, assignment, counted_T)
 
     def group(self, x_TD: Tensor, routes: Routes, assignment: ExpertAssignment) -> tuple[Tensor, Tensor]:
@@ -115,6 +121,16 @@ class ExpertLayer(BlockPart):
         if self.rank_exchange is None:
             return None
         return self.rank_exchange.begin(x_RD.to(self._product_type(x_RD)), gates_R, assignment.sizes_E)
+
+    def shared_output(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        """The output of the shared expert, which needs no routes."""
+        assert self.shared is not None
+        y_BLD: Tensor = self.shared(x_BLD, inputs)[0]
+        if self.shared_gate is None:
+            return y_BLD.to(x_BLD.dtype)
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            gate_BL1 = self.shared_gate(x_BLD.to(self.shared_gate.weight.dtype)).sigmoid()
+        return (y_BLD * gate_BL1.to(y_BLD.dtype)).to(x_BLD.dtype)
 
     # --- routing -----------------------------------------------------------------------------------
 
@@ -212,6 +228,11 @@ class ExpertLayer(BlockPart):
             gates_R4 = self.activation_gate(x_RD.to(self.activation_gate.weight.dtype)).float().softmax(-1)
             return blend(inner_RI, gates_R4)
         return F.silu(inner_RI) if self.gated else F.gelu(inner_RI, approximate="tanh")
+
+
+def expert_size(settings: schema.Moe) -> int:
+    """The width of an expert."""
+    return settings.experts.intermediate_size or settings.intermediate_size or 4 * settings.hidden_size
 
 
 def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:

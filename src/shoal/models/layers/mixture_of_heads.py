@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Attention
-from shoal.models.transformer import FullPrecisionLinear, LayerInputs, SideOutputs
+from shoal.models.transformer import PLAIN, FullPrecisionLinear, LayerInputs, SideOutputs, Variant
 
 
 class MixtureOfHeads(Attention):
@@ -21,8 +21,8 @@ class MixtureOfHeads(Attention):
     The gates of the chosen heads are their probabilities, normalised and times their number: equal probabilities give gates of 1.
     """
 
-    def __init__(self, settings: schema.Moe) -> None:
-        super().__init__(settings, settings.attention_dropout)
+    def __init__(self, settings: schema.Moe, variant: Variant = PLAIN) -> None:
+        super().__init__(settings, settings.attention_dropout, variant)
         heads, mixture = settings.num_heads, settings.mixture_of_heads
         self.shared = max(1, heads // 4) if mixture.shared_heads is None else mixture.shared_heads
         self.routed = heads - self.shared

@@ -53,10 +53,13 @@ class LearnedRouter(Router):
 
     full_precision = True
     """Engines that round the parameters of other modules for mixed precision leave these as they are."""
+    usual_scores = "softmax"
 
     def __init__(self, settings: schema.Experts, width: int, held: HeldExperts = None) -> None:
         super().__init__(settings)
         self.held = None if held is None else list(held)
+        self.sigmoid = (settings.scores or self.usual_scores) == "sigmoid"
+        self.normalises = settings.per_token > 1 if settings.normalise_gates is None else settings.normalise_gates
         self.weight = nn.Parameter(torch.empty(settings.count, width))
         self.initialise(INITIAL_STD)
 
@@ -68,6 +71,19 @@ class LearnedRouter(Router):
             wide = torch.promote_types(x_TD.dtype, torch.float32)
             weight_ED = self.weight if self.held is None else self.weight[self.held]
             return F.linear(x_TD.to(wide), weight_ED.to(wide))
+
+    def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores that become gates, and the probabilities for the balance loss, which add up to 1."""
+        if not self.sigmoid:
+            probabilities_TE = logits_TE.softmax(1)
+            return probabilities_TE, probabilities_TE
+        scores_TE = logits_TE.sigmoid()
+        return scores_TE, scores_TE / scores_TE.sum(1, keepdim=True)
+
+    def gates(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """The scores of the chosen experts, normalised where the settings say so."""
+        chosen_TK = scores_TE.gather(1, experts_TK)
+        return chosen_TK / chosen_TK.sum(1, keepdim=True).clamp(min=1e-20) if self.normalises else chosen_TK
 
 
 def top_experts(scores_TE: Tensor, count: int) -> Tensor:
@@ -81,11 +97,3 @@ def top_experts(scores_TE: Tensor, count: int) -> Tensor:
         found.append(scores_TE.argmax(1, keepdim=True))
         scores_TE = scores_TE.masked_fill(places_E == found[-1], -torch.inf)
     return torch.cat(found, 1)
-
-
-def gates_for(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Gates from the scores of the chosen experts, normalised; a single score stays as it is, so that the router gets a gradient."""
-    chosen_TK = scores_TE.gather(1, experts_TK)
-    if chosen_TK.shape[1] == 1:
-        return chosen_TK
-    return chosen_TK / chosen_TK.sum(1, keepdim=True).clamp(min=1e-20)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema import model as schema
-from shoal.models.routers.base import HeldExperts, LearnedRouter, Routes, gates_for, top_experts
+from shoal.models.routers.base import HeldExperts, LearnedRouter, Routes, top_experts
 
 BOUND = 1.0
 """Scores lie between 0 and 1: biases further apart than this on either side of 0 would change nothing."""
 
 
 class SigmoidBiasRouter(LearnedRouter):
+    usual_scores = "sigmoid"
     bias_E: Tensor
 
     def __init__(self, settings: schema.Experts, width: int, held: HeldExperts = None) -> None:
@@ -29,11 +30,10 @@ class SigmoidBiasRouter(LearnedRouter):
 
     def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
         logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.sigmoid()
+        scores_TE, shares_TE = self.scores(logits_TE)
         bias_E = self.bias_E if self.held is None else self.bias_E[self.held]
         experts_TK = top_experts(scores_TE.detach() + bias_E, self.per_token)
-        shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
-        return Routes(experts_TK, gates_for(scores_TE, experts_TK), None, shares_TE, logits_TE)
+        return Routes(experts_TK, self.gates(scores_TE, experts_TK), None, shares_TE, logits_TE)
 
     def movement(self, load_E: Tensor) -> Tensor:
         """The bias movement of a step with these loads; 0 for experts that this worker does not hold."""

@@ -1,11 +1,11 @@
-"""Routers that choose by the softmax of their logits."""
+"""Routers that choose by the probabilities of the experts, or by their sigmoid scores."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from shoal.models.routers.base import LearnedRouter, Routes, gates_for, top_experts
+from shoal.models.routers.base import LearnedRouter, Routes, top_experts
 
 
 class SwitchRouter(LearnedRouter):
@@ -13,9 +13,9 @@ class SwitchRouter(LearnedRouter):
 
     def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
         logits_TE = self.logits(x_TD)
-        probabilities_TE = logits_TE.softmax(1)
-        experts_TK = top_experts(probabilities_TE, self.per_token)
-        return Routes(experts_TK, gates_for(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)
+        scores_TE, probabilities_TE = self.scores(logits_TE)
+        experts_TK = top_experts(scores_TE, self.per_token)
+        return Routes(experts_TK, self.gates(scores_TE, experts_TK), None, probabilities_TE, logits_TE)
 
 
 class StochasticRouter(LearnedRouter):
@@ -30,7 +30,7 @@ class StochasticRouter(LearnedRouter):
             # −log of an exponential draw is a Gumbel draw
             scores_TE = scores_TE - torch.empty_like(scores_TE).exponential_().log()
         experts_TK = top_experts(scores_TE, self.per_token)
-        return Routes(experts_TK, gates_for(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)
+        return Routes(experts_TK, self.gates(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)
 
 
 class GshardRouter(LearnedRouter):
@@ -41,7 +41,7 @@ class GshardRouter(LearnedRouter):
         logits_TE = self.logits(x_TD)
         probabilities_TE = logits_TE.softmax(1)
         experts_TK = top_experts(probabilities_TE, 2)
-        gates_TK = gates_for(probabilities_TE, experts_TK)
+        gates_TK = self.gates(probabilities_TE, experts_TK)
         taken_TK = None
         if self.training:
             second_T = torch.rand_like(gates_TK[:, 1]) < 2 * gates_TK[:, 1].detach()
