@@ -234,7 +234,11 @@ BROKEN = [
         "model: {kind: moe, experts: {router: gshard, normalise_gates: false}}\n",
         ["model.experts.normalise_gates", "model.experts.router"],
     ),
-    ("mtp", "task: dpo\nmodel: {kind: moe, mtp: {enabled: true}}\n", ["model.mtp.enabled", "task.kind"]),
+    (
+        "mtp",
+        "task: dpo\ndata: {source: {kind: preferences, path: p.jsonl}}\nmodel: {kind: moe, mtp: {enabled: true}}\n",
+        ["model.mtp.enabled", "task"],
+    ),
     ("mtp", "engine: {kind: pipeline}\nmodel: {kind: moe, mtp: {enabled: true}}\n", ["model.mtp.enabled", "engine.kind"]),
     (
         "mtp",
