@@ -35,10 +35,10 @@ class Speed(NamedTuple):
     steps: float
     """Per second: updates of the weights."""
     busy: tuple[float, ...]
-    """Cores kept busy by the process that was started, and by all its descendants together; empty where the system does not tell."""
+    """Cores kept busy by the process that was started, and by its descendants; empty where the system does not tell."""
 
     def processor_us(self, index: int) -> float:
-        """Microseconds of processor time for each step, of `busy[index]`: unlike the speed, hardly changed by what else the machine does."""
+        """Microseconds of processor time for each step, of `busy[index]`: unlike the speed, it hardly depends on what else runs."""
         return 1e6 * self.busy[index] / max(1e-9, self.steps)
 
 

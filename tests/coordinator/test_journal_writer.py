@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,12 +24,12 @@ class Desk:
         self.problem: Exception | None = None
         self.writer = JournalWriter(self.append, self.carry_out, self.wrote.release)
 
-    def append(self, record: Persist) -> None:
-        if len(record.frames) and not self.may_write.wait(HANG_S):
+    def append(self, records: Sequence[Persist]) -> None:
+        if any(len(record.frames) for record in records) and not self.may_write.wait(HANG_S):
             raise TimeoutError
         if self.problem is not None:
             raise self.problem
-        self.done.append(f"wrote {record.record['n']}")
+        self.done.append("wrote " + " and ".join(str(record.record["n"]) for record in records))
 
     def carry_out(self, effect: Effect) -> None:
         self.done.append(f"answered {effect.caller}" if isinstance(effect, Reply) else "entered")
@@ -42,6 +43,12 @@ def test_small_records_are_written_at_once() -> None:
     desk = Desk()
     desk.writer.take(event(1, ()))
     assert desk.done == ["wrote 1", "entered", "answered 1"]
+
+
+def test_small_records_of_one_event_are_written_together_and_before_the_answer() -> None:
+    desk = Desk()
+    desk.writer.take([*event(1, ())[:1], *event(2, ())])
+    assert desk.done == ["wrote 1 and 2", "entered", "answered 2"]
 
 
 def test_an_answer_waits_until_its_record_is_written() -> None:

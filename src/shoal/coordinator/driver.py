@@ -6,7 +6,7 @@ driver on a virtual clock, with a server that hands over its virtual workers' me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -177,7 +177,7 @@ class CoordinatorDriver:
         if isinstance(effect, Reply):
             self._reply(effect)
         elif isinstance(effect, Persist):
-            self._write(effect)
+            self._write([effect])
         elif isinstance(effect, LedgerEntry):
             self.store.ledger.append(effect.line)
         elif isinstance(effect, Dismiss) and self.leases is not None:
@@ -185,8 +185,8 @@ class CoordinatorDriver:
         elif isinstance(effect, Published) and self.leases is not None and not self._replaying:
             self.leases.publish()
 
-    def _write(self, effect: Persist) -> None:
-        self.store.journal.append(effect.record, effect.frames)
+    def _write(self, records: Sequence[Persist]) -> None:
+        self.store.journal.append_all(records)
 
     def _reply(self, effect: Reply) -> None:
         header, frames = effect.header, tuple(effect.frames)

@@ -6,7 +6,7 @@ The store checks and counts what is written and keeps none of it: a simulation o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -32,9 +32,10 @@ class CountingJournal:
         self.records_since_snapshot, self._begun = sum(1 for _ in pending), self._begun + 1
         return self._begun
 
-    def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
-        self.records_since_snapshot += 1
-        self.kinds[record["kind"]] += 1
+    def append_all(self, records: Sequence[tuple[dict[str, Any], Frames]]) -> None:
+        self.records_since_snapshot += len(records)
+        for record, _ in records:
+            self.kinds[record["kind"]] += 1
 
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], Any]]:
         return iter(())

@@ -114,7 +114,7 @@ class FlatNetwork:
         def move(index: int) -> None:
             network = own()
             if network is not None:
-                network.gather_piece([index])
+                network.gather_one(index)
 
         for index, (slope, parameter) in enumerate(zip(self.slopes, self.parameters, strict=True)):
             parameter.gradient_buffer = slope  # type: ignore[attr-defined]
@@ -139,14 +139,30 @@ class FlatNetwork:
 
     def gather_gradients(self) -> None:
         """Call after the last backward pass: move all gradients into the vector and make them the parameters' `grad`; 0 where missing."""
-        if not self.gathered:
+        if self.gathered:
+            return
+        if self.shadow is not None or any(one.grad is not slope for one, slope in zip(self.parameters, self.slopes, strict=True)):
             self._take(range(len(self.parameters)))
             self.attach_gradients()
+        self.gathered = True
 
     def gather_piece(self, indices: Sequence[int]) -> None:
         """`gather_gradients` for some parameters, after the last backward pass has reached them."""
         self._take(indices)
         self._attach(indices)
+
+    def gather_one(self, index: int) -> None:
+        """`gather_piece` for one parameter: called for each of them in every step."""
+        parameter, slope = self.parameters[index], self.slopes[index]
+        gradient = parameter.grad
+        if gradient is None or self.shadow is not None:
+            return self.gather_piece([index])
+        if gradient.data_ptr() != slope.data_ptr():
+            slope.add_(gradient) if self.summed else slope.copy_(gradient)
+            parameter.grad = slope
+        elif gradient is not slope:
+            parameter.grad = slope
+        return None
 
     def attach_gradients(self) -> None:
         """Make views of the gradient vector the parameters' `grad`."""

@@ -138,15 +138,22 @@ class FileJournal:
             raise ShoalError(f"cannot open the coordinator's journal: {error}") from None
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
+        self.append_all([(record, frames)])
+
+    def append_all(self, records: Sequence[tuple[dict[str, Any], Frames]]) -> None:
+        """Append records in order, in one system call where there is one."""
         assert self._file is not None
         self._lock.check()
-        parts, end = encode_record(record, frames, self._head, self._end)
+        parts, end = list[bytes | memoryview](), self._end
+        for record, frames in records:
+            encoded, end = encode_record(record, frames, self._head, end)
+            parts += encoded
         try:
             _write_all(self._file, parts)
         except OSError as error:
             raise self._failed(Path(str(self._file.name)), error) from None
         self._end = end
-        self.records_since_snapshot += 1
+        self.records_since_snapshot += len(records)
 
     def _failed(self, path: Path, error: OSError) -> ShoalError:
         return ShoalError(f"cannot write the coordinator's journal {path}: {error.strerror or error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.coordinator.effects import Effect, Persist
 
@@ -22,8 +22,10 @@ _MOST_AHEAD = 16
 class JournalWriter:
     """Queue of effects that wait for their records. All methods are for one thread."""
 
-    def __init__(self, append: Callable[[Persist], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]) -> None:
-        """`append` writes a record, in either thread; `carry_out` does other effects; the writer calls `ready` after each record."""
+    def __init__(
+        self, append: Callable[[Sequence[Persist]], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]
+    ) -> None:
+        """`append` writes records, in either thread; `carry_out` does other effects; the writer calls `ready` after each record."""
         self._append, self._carry_out, self._ready = append, carry_out, ready
         self._queue: deque[Effect] = deque()
         """Effects that are not carried out yet; the first is a record that is being written."""
@@ -34,15 +36,23 @@ class JournalWriter:
 
     def take(self, effects: list[Effect]) -> None:
         """Carry these effects out after all earlier ones."""
+        small: list[Persist] = []
+        """Records that are written together: mostly a contribution, and the round that closes with it."""
         for effect in effects:
-            if isinstance(effect, Persist) and (self._queue or sum(map(len, effect.frames)) >= LEAST_THREAD_BYTES):
+            if isinstance(effect, Persist) and not (self._queue or sum(map(len, effect.frames)) >= LEAST_THREAD_BYTES):
+                small.append(effect)
+                continue
+            if small:
+                self._append(small)
+                small = []
+            if isinstance(effect, Persist):
                 self._hand_over(effect)
             elif self._queue:
                 self._queue.append(effect)
-            elif isinstance(effect, Persist):
-                self._append(effect)
             else:
                 self._carry_out(effect)
+        if small:
+            self._append(small)
         while self._ahead > _MOST_AHEAD:
             self._next(self._written.get())
         self.resume()
@@ -87,7 +97,7 @@ class JournalWriter:
         while (record := self._to_write.get()) is not None:
             problem: BaseException | None = None
             try:
-                self._append(record)
+                self._append([record])
             except BaseException as error:
                 problem = error
             self._written.put(problem)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +56,12 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         return
     with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
+        _unwrapped(type(optimizer))(optimizer)
+
+
+@functools.cache
+def _unwrapped(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    return inspect.unwrap(kind.step)
 
 
 def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

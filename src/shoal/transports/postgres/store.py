@@ -64,9 +64,12 @@ class PostgresJournal:
             rows = self._server.fetch("INSERT INTO shoal.journals SELECT coalesce(max(number), 0) + 1 FROM shoal.journals RETURNING number")
             self._number = rows[0][0]
             self.bytes_since_snapshot = self.records_since_snapshot = 0
-            for record, frames in pending:
-                self.append(record, frames)
+            self.append_all(pending)
         return self._number
+
+    def append_all(self, records: Iterable[tuple[dict[str, Any], Frames]]) -> None:
+        for record, frames in records:
+            self.append(record, frames)
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         packed_record: bytes = msgpack.packb(record)

@@ -27,6 +27,7 @@ PIECE_BYTES = 1 << 20
 SLACK_BYTES = 4 << 10
 """What encryption adds to a piece."""
 _LONGEST_SIZES = 8 << 10
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 LEAST_PATIENCE_S = 30.0
 
 
@@ -92,8 +93,7 @@ def send(socket: Socket, parts: Sequence[Frame], peer: bytes | None = None) -> N
 def _hand_over(socket: Socket, pieces: Sequence[Frame]) -> None:
     last = len(pieces) - 1
     for index, piece in enumerate(pieces):
-        more = zmq.SNDMORE if index < last else 0
-        socket.send(piece, zmq.NOBLOCK | more, copy=len(piece) < ZERO_COPY_BYTES)
+        socket.send(piece, _MORE if index < last else _LAST, copy=len(piece) < ZERO_COPY_BYTES)
 
 
 class Received(NamedTuple):
