@@ -22,9 +22,7 @@ _MOST_AHEAD = 16
 class JournalWriter:
     """Queue of effects that wait for their records. All methods are for one thread."""
 
-    def __init__(
-        self, append: Callable[[Sequence[Persist]], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, append: Callable[[Sequence[Persist]], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]) -> None:
         """`append` writes records, in either thread; `carry_out` does other effects; the writer calls `ready` after each record."""
         self._append, self._carry_out, self._ready = append, carry_out, ready
         self._queue: deque[Effect] = deque()

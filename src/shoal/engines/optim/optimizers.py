@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,12 +54,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         return
     with torch.no_grad():
-        _unwrapped(type(optimizer))(optimizer)
-
-
-@functools.cache
-def _unwrapped(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    return inspect.unwrap(kind.step)
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
