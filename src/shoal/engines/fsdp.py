@@ -30,6 +30,7 @@ from shoal.engines.shards import TensorCut
 from shoal.engines.single import statistics
 from shoal.engines.world import World
 from shoal.errors import ShoalError
+from shoal.models.compile_rules import exclude_from_compilation
 from shoal.tasks import Task
 from shoal.updates.layout import ParameterLayout
 
@@ -53,6 +54,7 @@ class FsdpEngine(Engine):
         self.shards = {name: ShardedNetwork(player, self.sharding, f"{name}." if several else "") for name, player in task.players.items()}
         self.layouts = {name: shards.layout for name, shards in self.shards.items()}
         if run.training.compile is True:
+            exclude_from_compilation()
             task.compile()
         self.optimizers = {name: optimizers.make(self.chosen[name], list(shards.rows.values())) for name, shards in self.shards.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")

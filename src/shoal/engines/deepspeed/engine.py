@@ -22,6 +22,7 @@ from shoal.engines.deepspeed.network import TaskModule, ZeroNetwork
 from shoal.engines.fsdp import refuse_several
 from shoal.engines.world import World
 from shoal.errors import ShoalError
+from shoal.models.compile_rules import exclude_from_compilation
 from shoal.tasks import Task
 
 
@@ -39,6 +40,7 @@ class DeepSpeedEngine(Engine):
         for player in task.players.values():
             player.to(device).train()
         if run.training.compile is True:
+            exclude_from_compilation()
             task.compile()
         mesh, limit = init_device_mesh(device.type, (world.size,)), self.clip_limit()
         self.networks = {
