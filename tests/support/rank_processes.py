@@ -32,6 +32,7 @@ from shoal.models import build as build_models
 from shoal.models.generation.generate import generate
 from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.layers.expert_layer import ExpertLayer
+from shoal.models.layers.rank_exchange import Transfer
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.monitoring.best_weights import BestWeights, newest_best
@@ -233,7 +234,7 @@ def mixture_engine(
     """An engine with a mixture in which one expert is never chosen. `double`: in float64."""
     run = run_of(engine, settings, **{"optimizer": PLAIN} | training)
     players = build_models(run, DataShapes(vocab_size=61))
-    if settings["experts"]["router"] == "sigmoid-bias":
+    if IDLE in dict(players["model"].named_buffers()):
         players["model"].get_buffer(IDLE)[0] = -1.0
     if double:
         players["model"].double()
@@ -616,6 +617,21 @@ def idle(world: World | None, engine: dict[str, Any]) -> dict[str, Any]:
     for rows in (len(whole["labels"]), 1):
         made.step([{name: value[:rows][made.world.rank :: made.world.size] for name, value in whole.items()}])
     return {"vector": made.vector.tolist()}
+
+
+def order(world: World | None, engine: dict[str, Any], settings: dict[str, Any]) -> list[list[str]]:
+    """When a layer with a shared expert sends, receives and computes it, in the forward pass and in the backward pass."""
+    made, seen = mixture_engine(world, engine, settings, double=True), list[str]()
+    (layer,) = (one for one in made.task.players["model"].modules() if isinstance(one, ExpertLayer))
+    assert layer.shared is not None
+    layer.shared.register_forward_hook(lambda *_: seen.append("shared"))
+    layer.shared.register_full_backward_hook(lambda *_: seen.append("shared"))
+    with pytest.MonkeyPatch.context() as patched:
+        for name, what in (("begin", "send"), ("wait", "receive")):
+            usual = getattr(Transfer, name)
+            patched.setattr(Transfer, name, lambda *given, usual=usual, what=what, **named: seen.append(what) or usual(*given, **named))
+        made.gradients(batches(0, made.world.rank, made.world.size)[:1])
+    return [seen[:7], seen[7:]]
 
 
 def to_the_first_two(_: Any, __: Any, routes: Any) -> Any:

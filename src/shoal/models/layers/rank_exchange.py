@@ -55,7 +55,7 @@ class SentRows:
         """`outward`, `inward`: rows for and from each rank."""
         self._group, self._outward, self._inward = group, outward, inward
         self._received_NL, self._order_X = received_NL, _by_expert(received_NL, sum(inward))
-        self._x, self._gates = (_begun(one, _Transfer(group, outward, inward)) for one in (x_RD, gates_R))
+        self._x, self._gates = (_begun(one, Transfer(group, outward, inward)) for one in (x_RD, gates_R))
 
     @not_compiled
     def wait(self) -> ReceivedRows:
@@ -71,13 +71,13 @@ class SentRows:
     def send_back(self, y_XD: Tensor) -> PendingOutputs:
         """Begin to return the outputs of this rank's experts to the ranks of their tokens."""
         y_XD = _Permuted.apply(y_XD[: len(self._order_X)], self._order_X, True)  # type: ignore[no-untyped-call]
-        return PendingOutputs(*_begun(y_XD, _Transfer(self._group, self._inward, self._outward)))
+        return PendingOutputs(*_begun(y_XD, Transfer(self._group, self._inward, self._outward)))
 
 
 class PendingOutputs:
     """Outputs of the experts that are on their way back."""
 
-    def __init__(self, y_RD: Tensor, transfer: _Transfer) -> None:
+    def __init__(self, y_RD: Tensor, transfer: Transfer) -> None:
         self._begun = y_RD, transfer
 
     @not_compiled
@@ -114,7 +114,7 @@ def _permuted(x: Tensor, order_X: Tensor, back: bool) -> Tensor:
     return torch.empty_like(x).index_copy_(0, order_X, x) if back else x[order_X]
 
 
-class _Transfer:
+class Transfer:
     """One message to all ranks, and in the backward pass the gradients that come back."""
 
     def __init__(self, group: dist.ProcessGroup, outward: list[int], inward: list[int]) -> None:
@@ -143,7 +143,7 @@ class _Begin(torch.autograd.Function):
     forward pass, has its backward pass between them, too. The gradient is taken from the transfer; autograd's has another shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         return transfer.begin(x, back=False)
 
@@ -154,7 +154,7 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, received: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, received: Tensor, transfer: Transfer) -> Tensor:
         transfer.wait()
         ctx.transfer = transfer
         return received.view_as(received)
@@ -165,9 +165,9 @@ class _End(torch.autograd.Function):
         return slopes[0], None
 
 
-def _begun(x: Tensor, transfer: _Transfer) -> tuple[Tensor, _Transfer]:
+def _begun(x: Tensor, transfer: Transfer) -> tuple[Tensor, Transfer]:
     return _Begin.apply(x, transfer), transfer  # type: ignore[no-untyped-call]
 
 
-def _ended(received: Tensor, transfer: _Transfer) -> Tensor:
+def _ended(received: Tensor, transfer: Transfer) -> Tensor:
     return _End.apply(received, transfer)  # type: ignore[no-untyped-call]
