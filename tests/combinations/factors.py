@@ -135,6 +135,7 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "single": {},
         "ddp": _SEVERAL | {"engine.kind": "ddp"},
         "fsdp": _SEVERAL | {"engine.kind": "fsdp"},
+        "fsdp-experts": _SEVERAL | {"engine.kind": "fsdp", "engine.expert_parallel": 2},
         "deepspeed": _SEVERAL | {"engine.kind": "deepspeed", "engine.zero_stage": 2},
         "deepspeed-3": _SEVERAL | {"engine.kind": "deepspeed", "engine.zero_stage": 3},
         "pipeline": _SEVERAL | {"engine.kind": "pipeline", "engine.micro_batches": 2},
