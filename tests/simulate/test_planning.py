@@ -168,7 +168,7 @@ def test_what_would_fit_is_said() -> None:
     assert changes_that_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
     assert changes_that_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
     shared = changes_that_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
-    assert re.match(r"engine.kind=fsdp over \d devices", shared[-2]) or "gradient_checkpointing" in shared[0]
+    assert re.match(r"engine.kind=fsdp over \d+ devices", shared[-2]) or "gradient_checkpointing" in shared[0]
     assert found.parts.single.vector.device.type == "meta", "no numbers are kept of a model that may be larger than this machine"
 
 
@@ -215,7 +215,7 @@ def test_a_run_without_workers_has_measured_no_machine(tmp_path: Path, capsys: p
 
 def test_the_command_says_plainly_when_a_model_fits_no_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machines.yaml"
-    file.write_text("watch: {memory_gb: 0.0001, steps_per_s: 1}\n")
+    file.write_text("watch: {memory_gb: 0.00013, steps_per_s: 1}\n")
     assert main(["plan", "starter", "--machines", str(file)]) == 2
     told = capsys.readouterr().err
     assert "the model fits none of the machines" in told
@@ -238,12 +238,12 @@ def test_machines_of_several_devices_are_planned_with_an_engine_that_fits_them()
     settings = {"model.hidden_sizes": [512, 512], "strategy.kind": "async"}
     found = build_meta_model(starter(settings).run)
     whole = found.memory(found.run).gb
-    for memory_gb, engine in ((2 * whole, "ddp"), (0.6 * whole, "fsdp")):
-        first = planned({"box": MachineKind(count=2, steps_per_s=20.0, devices=2, memory_gb=memory_gb)}, **settings).first
+    for memory_gb, engine in ((2 * whole, "ddp"), (0.8 * whole, "fsdp")):
+        first = planned({"box": MachineKind(count=2, steps_per_s=20.0, devices=8, memory_gb=memory_gb)}, **settings).first
         assert first.candidate.engine == engine
         assert first.loaded.run.engine.kind == engine
-        assert first.loaded.run.launch.devices_per_node == 2
-        assert engine == "fsdp" or first.samples_per_s > 0.8 * 2 * 2 * 20.0 * 32
+        assert first.loaded.run.launch.devices_per_node == 8
+        assert engine == "fsdp" or first.samples_per_s > 0.8 * 2 * 8 * 20.0 * 32
     with pytest.raises(ShoalError, match="have no engine in common"):
         planned({"box": MachineKind(steps_per_s=1.0, devices=2), "pi": FAST}, **settings)
 

@@ -85,7 +85,7 @@ def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argpars
         return load(arguments, [*overrides, *further])
 
     print(f"data: {found.parts.data.info.name}")
-    too_small = _print_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
+    too_small = _print_memory(found, with_sharded_engine(found, devices_of(kinds)), kinds)
     try:
         return plan(found, kinds, variant, _progress, arguments.seed)
     except ShoalError:

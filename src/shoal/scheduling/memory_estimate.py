@@ -65,10 +65,11 @@ class MemoryEstimate(NamedTuple):
     def gb(self) -> float:
         return sum(self) / _GB
 
-    def shared(self, devices: int) -> MemoryEstimate:
-        """Memory of each device if weights, gradients and optimizer state are sharded and activations are not."""
+    def shared(self, devices: int, gathered: tuple[int, int]) -> MemoryEstimate:
+        """Memory of each device if weights, gradients and optimizer state are sharded and activations are not. `gathered`: bytes of weights
+        and gradients that it has whole at a time."""
         weights, gradients, optimizer = (-(-part // devices) for part in self[:3])
-        return MemoryEstimate(weights, gradients, optimizer, self.activations)
+        return MemoryEstimate(weights + gathered[0], gradients + gathered[1], optimizer, self.activations)
 
 
 def training_memory(

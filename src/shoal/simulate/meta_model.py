@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,13 +19,14 @@ from shoal.runs.coordinator_run import RunAgreement
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, data_for, players_for, task_for
 from shoal.runs.run_size import data_extent, ranks_per_worker
 from shoal.scheduling import memory_estimate as memory
+from shoal.simulate import device_exchange
 from shoal.simulate.machines import CALM, SimulatedMachine
 from shoal.transports.netem.profiles import LinkProfile
 
 APART, SHARING = Ddp().kind, Fsdp().kind
 """Engines for a worker of several devices: each device has all weights, or the weights are sharded."""
-_EXCHANGES = {APART: 2, SHARING: 3}
-"""Values that a device transfers in a step, in units of the number of parameters."""
+_MOST_DOUBLINGS = 13
+"""Up to 4,096 devices are tried for a model that is too large for one."""
 _PASSES, _WEIGHT_GRADIENT = 4, 2
 """Operations per weight and token: two forward, two for the gradient of the input, and two more for the gradient of a trained weight."""
 
@@ -56,6 +56,10 @@ class MetaModel(NamedTuple):
     def layers(self) -> LayerSizes:
         return layers_of(self.parts.engine.task.players["model"])
 
+    @property
+    def sharded(self) -> device_exchange.ShardedSizes:
+        return device_exchange.sizes_of(next(iter(self.parts.engine.task.players.values())))
+
     def agreed(self, run: Run, workers: int) -> RunAgreement:
         """The run's agreement with this number of workers. Raises ShoalError where the settings and the data do not fit."""
         samples = self.parts.data
@@ -68,7 +72,9 @@ class MetaModel(NamedTuple):
         """Memory of a worker, or of each of its devices."""
         blocks = _blocks_of(self.parts.engine.task.players["model"]) if run.model.kind == "huggingface" else None
         whole = memory.training_memory(run, self.parameters, self.vocabulary, self.parts.frozen_bytes, blocks)
-        return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
+        if run.engine.kind != SHARING:
+            return whole
+        return whole.shared(ranks_per_worker(run), device_exchange.gathered_bytes(run, self.sharded))
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
         """Seconds per batch on a machine, proportional to the batch size."""
@@ -81,8 +87,12 @@ class MetaModel(NamedTuple):
         """Mean seconds per batch of a worker whose devices compute one batch each and then exchange gradients."""
         if kind.devices == 1:
             return self.step_s(run, kind)
-        exchanged = _EXCHANGES[run.engine.kind] * 32e-6 * self.parameters / kind.device_mbps
-        return (self.step_s(run, kind) + exchanged) / ranks_per_worker(run)
+        ranks = ranks_per_worker(run)
+        if run.engine.kind == SHARING:
+            exchanged_mbit = device_exchange.sharded_mbit(run, self.sharded, ranks)
+        else:
+            exchanged_mbit = device_exchange.copied_mbit(self.parameters)
+        return (self.step_s(run, kind) + exchanged_mbit / kind.device_mbps) / ranks
 
     def operations(self, run: Run) -> float:
         """Floating-point operations per batch. Raises ShoalError for convolutions, which use a weight at every position of an image."""
@@ -160,11 +170,22 @@ def devices_of(kinds: dict[str, MachineKind]) -> int:
     return counts.pop() if counts else 1
 
 
-def with_sharded_engine(run: Run, devices: int) -> Run:
+def with_sharded_engine(found: MetaModel, devices: int) -> Run:
     """The run with the engine that uses the least memory per device."""
     if devices == 1:
-        return run
-    return run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
+        return found.run
+    engine = Fsdp(expert_parallel=device_exchange.sharings(found.sharded, devices)[-1])
+    return found.run.replace(engine=engine, launch=found.run.launch.replace(devices_per_node=devices))
+
+
+def best_sharing(found: MetaModel, devices: int, kinds: Mapping[str, MachineKind]) -> int:
+    """The number of devices, 2 or more, that share experts where a step is fastest, of those that fit most machines; 1: none can."""
+
+    def cost(sharing: int) -> tuple[int, float]:
+        run = found.run.replace(engine=Fsdp(expert_parallel=sharing), launch=found.run.launch.replace(devices_per_node=devices))
+        return -len(machines_that_fit(found, run, dict(kinds))), max(found.worker_step_s(run, kind) for kind in kinds.values())
+
+    return min(device_exchange.sharings(found.sharded, devices)[1:], key=cost, default=1)
 
 
 def machines_that_fit(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> dict[str, MachineKind]:
@@ -191,10 +212,12 @@ def changes_that_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
 
 def _sharded_changes(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
     """Sharding: devices share weights, gradients and optimizer state; each keeps the activations of its own batch."""
-    least = found.memory(run.replace(training=run.training.replace(batch_size=1)))
-    available, shared = memory_gb - least.activations / 1e9, least.gb - least.activations / 1e9
-    whole = f"a machine with {least.gb:.3g} GB, with training.batch_size=1"
-    if available <= 0:
-        return [whole]
-    devices = max(2, math.ceil(shared / available))
-    return [f"engine.kind=fsdp over {devices} devices of {memory_gb:.3g} GB, with training.batch_size=1", whole]
+    one = run.replace(training=run.training.replace(batch_size=1))
+    whole = f"a machine with {found.memory(one).gb:.3g} GB, with training.batch_size=1"
+    for devices in (2**power for power in range(1, _MOST_DOUBLINGS)):
+        tried = with_sharded_engine(found._replace(run=one), devices)
+        if found.memory(tried).gb <= memory_gb:
+            sharing = device_exchange.sharing_of(tried)
+            experts = f" and engine.expert_parallel={sharing}" if sharing > 1 else ""
+            return [f"engine.kind=fsdp{experts} over {devices} devices of {memory_gb:.3g} GB, with training.batch_size=1", whole]
+    return [whole]

@@ -13,15 +13,28 @@ from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.machines import MachineKind
 from shoal.config.problems import errors
+from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
+from shoal.runs.build_run import feed_for_seat
 from shoal.runs.coordinator_run import RunAgreement
 from shoal.simulate.machines import SimulatedMachine, weather_of
-from shoal.simulate.meta_model import APART, SHARING, MetaModel, devices_of, machines_of, machines_that_fit, with_sharded_engine
+from shoal.simulate.meta_model import (
+    APART,
+    SHARING,
+    MetaModel,
+    best_sharing,
+    devices_of,
+    machines_of,
+    machines_that_fit,
+    one_by_one,
+    with_sharded_engine,
+)
 from shoal.simulate.pipeline_plans import PipelineCandidate, Variant, pipeline_plans
 from shoal.simulate.report import SimulationReport
 from shoal.simulate.simulation import scenario_of
 from shoal.simulate.virtual_run import VirtualRun
+from shoal.strategies import run_length
 from shoal.updates import codecs
 
 CODECS = ("none", "fp16", "int8", "int4")
@@ -51,25 +64,56 @@ class Candidate(NamedTuple):
     engine: str = ""
     """Engine of workers with several devices; empty: as in the settings."""
     devices: int = 1
+    sharing: int = 1
+    """Devices that share the experts of a mixture."""
 
     def settings(self, workers: int) -> dict[str, Any]:
         """Changed settings. The planned machines replace those that the settings list."""
         own = {f"strategy.{name}": value for name, value in self.strategy}
         machines = {"cluster.num_workers": workers, "cluster.workers": []}
         if self.engine:
-            own |= {"engine.kind": self.engine, "launch.devices_per_node": self.devices}
+            own |= _engine_settings(self.engine, self.devices, self.sharing)
         return own | machines | {"updates.codec.kind": self.codec, "training.batch_size": self.batch}
 
     def __str__(self) -> str:
         (_, kind), *others = self.strategy
-        engine = [f"{self.engine} over {self.devices}"] if self.engine else []
+        engine = [_engine_name(self.engine, self.devices, self.sharing)] if self.engine else []
         return " ".join([kind, *(f"{name}={value}" for name, value in others), *engine])
+
+
+class MachineCandidate(NamedTuple):
+    """One machine of several devices, without a coordinator, as settings."""
+
+    engine: str
+    devices: int
+    sharing: int
+    batch: int
+    codec: str = "none"
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "strategy.kind": STRATEGY_ALONE,
+            "training.batch_size": self.batch,
+            **_engine_settings(self.engine, self.devices, self.sharing),
+        }
+
+    def __str__(self) -> str:
+        return f"{STRATEGY_ALONE}, {_engine_name(self.engine, self.devices, self.sharing)}"
+
+
+def _engine_settings(engine: str, devices: int, sharing: int) -> dict[str, Any]:
+    shared = {"engine.expert_parallel": sharing} if sharing > 1 else {}
+    return {"engine.kind": engine, "launch.devices_per_node": devices} | shared
+
+
+def _engine_name(engine: str, devices: int, sharing: int) -> str:
+    return f"{engine} over {devices}" + (f", experts over {sharing}" if sharing > 1 else "")
 
 
 class Prediction(NamedTuple):
     """The simulated performance of a candidate."""
 
-    candidate: Candidate | PipelineCandidate
+    candidate: Candidate | PipelineCandidate | MachineCandidate
     loaded: LoadedConfig
     workers: int
     samples_per_s: float
@@ -109,11 +153,12 @@ class Planned(NamedTuple):
 
 def plan(found: MetaModel, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
     """Simulate all candidates. `variant` loads the run with some settings changed. Raises ShoalError where no candidate can run."""
-    found = found._replace(run=with_sharded_engine(found.run, devices_of(kinds)))  # with the least memory per device
+    found = found._replace(run=with_sharded_engine(found, devices_of(kinds)))  # with the least memory per device
     every, kinds = kinds, machines_that_fit(found, _with_batch(found, 1), kinds)
     planner = _Planner(found, kinds, variant, progress, seed)
     planner.try_pipelines(every)
     if kinds:
+        planner.try_one_machine()
         planner.try_all(list(_coarse(found, kinds)), "coarse")
         planner.try_all(list(_fine(planner.ranked(Candidate), found, kinds)), "fine")
     ranked = planner.ranked()
@@ -155,6 +200,28 @@ class _Planner:
             figures = (len(plan.stages), plan.samples_per_s, plan.step.bytes / each, apart, plan.samples, plan.memory_gb)
             order = len(self._predictions)
             self._predictions[str(plan.candidate)] = Prediction(plan.candidate, plan.loaded, *figures, plan.price_per_hour, order)
+
+    def try_one_machine(self) -> None:
+        """A single machine of several devices needs no coordinator."""
+        machines = one_by_one(self._kinds)
+        kind = machines[0][1]
+        for engine, sharing in _engines(self._found, self._kinds) if len(machines) == 1 and kind.devices > 1 else ():
+            candidate = MachineCandidate(engine, kind.devices, sharing, _largest_batch(self._found, self._kinds, 1))
+            try:
+                self._predictions[str(candidate)] = self._predict_machine(candidate, kind)
+            except ShoalError as error:
+                self.refused[str(candidate)] = _first_reason(error)
+
+    def _predict_machine(self, candidate: MachineCandidate, kind: MachineKind) -> Prediction:
+        found, loaded = self._found, self._variant(candidate.settings())
+        run = loaded.run  # raises ConfigError for settings that contradict each other
+        if not machines_that_fit(found, run, self._kinds):
+            raise ShoalError(f"with a batch of {candidate.batch} each device needs {found.memory(run).gb:.3g} GB")
+        each = candidate.batch * run.training.gradient_accumulation_steps * kind.devices
+        steps = run_length.alone(run, feed_for_seat(run, found.parts.data).batches_per_epoch, kind.devices)
+        rate, apart = candidate.batch / found.worker_step_s(run, kind), each / (found.run.training.batch_size or 1)
+        memory_gb, order = found.memory(run).gb, len(self._predictions)
+        return Prediction(candidate, loaded, 1, rate, 0.0, apart, steps * each, memory_gb, kind.price_per_hour, order)
 
     def try_all(self, candidates: list[Candidate], depth: str) -> None:
         for number, candidate in enumerate(candidates):
@@ -209,10 +276,18 @@ def _first_reason(error: ShoalError) -> str:
 
 def _coarse(found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
     workers, batch, devices = sum(kind.count for kind in kinds.values()), _largest_batch(found, kinds, 1), devices_of(kinds)
-    engines = (APART, SHARING) if devices > 1 else ("",)
     for name, section in Strategy.kinds.items():
-        for settings, codec, engine in itertools.product(section.worth_trying(workers), _COARSE, engines):
-            yield Candidate((("kind", name), *settings.items()), codec, batch, engine, devices)
+        for settings, codec, (engine, sharing) in itertools.product(section.worth_trying(workers), _COARSE, _engines(found, kinds)):
+            yield Candidate((("kind", name), *settings.items()), codec, batch, engine, devices, sharing)
+
+
+def _engines(found: MetaModel, kinds: dict[str, MachineKind]) -> list[tuple[str, int]]:
+    """Engines to try, and how many devices share experts: each number is a setting of its own only where it is the best one."""
+    devices = devices_of(kinds)
+    if devices == 1:
+        return [("", 1)]
+    best = best_sharing(found, devices, kinds)
+    return [(APART, 1), (SHARING, 1), *([(SHARING, best)] if best > 1 else [])]
 
 
 def _fine(ranked: list[Prediction], found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
