@@ -13,6 +13,7 @@ from shoal.cli.options import load, make_parser, parse, require
 from shoal.config import Run
 from shoal.config.load import LoadedConfig, Override
 from shoal.config.machines import MachineKind, read_machines
+from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 from shoal.files import writing
@@ -209,7 +210,7 @@ def _print(planned: Planned, whole: bool) -> None:
     print("apart: batches that a worker learns from before it knows what the others learned; the more, the more samples a loss may take")
     print(f"first choice: {_name(planned.first)}: {planned.reason}")
     name, rate = planned.alone or ("", 0.0)
-    if rate >= planned.first.samples_per_s:
+    if rate >= planned.first.samples_per_s and planned.first.loaded.run.strategy.kind != STRATEGY_ALONE:
         print(f"warning: {name} alone is as fast, with {rate:,.1f} samples/s and no coordinator: train there, with strategy.kind=local")
 
 

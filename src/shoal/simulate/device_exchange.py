@@ -92,6 +92,6 @@ def sharing_of(run: Run) -> int:
 
 
 def sharings(sizes: ShardedSizes, devices: int) -> list[int]:
-    """Numbers of devices that can share the experts, of a machine with so many; 1 if there are none."""
+    """How many of these devices can share the experts: 1, and each number that divides both."""
     most = math.gcd(devices, *sizes.counts) if sizes.counts else 1
     return [number for number in range(1, most + 1) if most % number == 0]
