@@ -29,6 +29,15 @@ def test_any_ids_give_text_and_no_more_than_a_few_wait(ids):
     stream.finish()
 
 
+_PIECES = st.sampled_from([*"aé€😀".encode(), 0xFF, 0xDD])
+
+
+@given(st.lists(st.lists(_PIECES, min_size=1, max_size=4), max_size=20))
+def test_bytes_that_are_no_text_give_the_same_text_however_many_come_at_once(groups):
+    stream, ids = StreamedText(ByteTokenizer()), sum(groups, [])
+    assert "".join([stream.add(*group) for group in groups] + [stream.finish()]) == ByteTokenizer().decode(ids)
+
+
 def test_half_a_character_waits_for_the_rest():
     stream = StreamedText(ByteTokenizer())
     assert [stream.add(byte) for byte in "é".encode()] == ["", "é"]

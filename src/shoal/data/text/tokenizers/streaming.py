@@ -9,7 +9,9 @@ from shoal.data.text.tokenizers.interface import Tokenizer
 _CONTEXT = 6
 """Prompt tokens that are decoded together with the first new ones: in some vocabularies a space depends on the token before."""
 _LONGEST_WAIT = 8
-"""Ids that are held back for the rest of a character. A character has at most four bytes, so an incomplete one is invalid after that."""
+"""Ids that are held back for the rest of a character."""
+_LONGEST_BEGINNING = 3
+"""Ids that may be the beginning of a character, which has at most four bytes. What is before them is valid by now, or never will be."""
 
 _MOST_SEARCHED = 2000
 """Ids among which one of a single letter is looked for."""
@@ -28,18 +30,26 @@ class StreamedText:
         """The text that these ids add; empty while a character is incomplete."""
         waited = len(self._ids) - self._emitted
         self._ids.extend(tokens)
-        return self._next(waited >= _LONGEST_WAIT)
+        now = self._tokenizer.decode(self._ids)
+        if not now.endswith("\ufffd"):
+            return self._take(len(self._ids), now)
+        if waited < _LONGEST_WAIT:
+            return ""
+        sure = len(self._ids) - _LONGEST_BEGINNING
+        for count in range(sure, max(self._emitted, sure - 1 - _LONGEST_BEGINNING), -1):  # a character may lie across three cuts
+            if now.startswith(text := self._tokenizer.decode(self._ids[:count])):
+                return self._take(count, text)
+        return self._take(len(self._ids), now)
 
     def finish(self) -> str:
         """The text that was held back for the rest of a character."""
-        return self._next(True)
+        return self._take(len(self._ids), self._tokenizer.decode(self._ids))
 
-    def _next(self, flush: bool) -> str:
-        before, now = self._tokenizer.decode(self._ids[: self._emitted]), self._tokenizer.decode(self._ids)
-        if now.endswith("\ufffd") and not flush:
-            return ""
-        self._ids, self._emitted = self._ids[self._emitted :], len(self._ids) - self._emitted
-        return now[len(before) :]
+    def _take(self, count: int, text: str) -> str:
+        """What the first `count` ids, with this text, add to those that were returned already."""
+        before = self._tokenizer.decode(self._ids[: self._emitted])
+        self._ids, self._emitted = self._ids[self._emitted :], count - self._emitted
+        return text[len(before) :]
 
 
 class TokenTexts:
