@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -25,6 +26,7 @@ SHARE = float(os.environ.get("CHAOS_SHARE", "1"))
 TEXTS = 10
 KILLS = max(TEXTS, round(100 * SHARE))
 KILLED_AT_TOKENS = (20, 45, 70, 95)
+READY = r"run answers at http://127.0.0.1:(\d+)/v1"
 STOPPED_EVERY = 25
 """One of this many victims is stopped instead of killed: it keeps its connections, and sends nothing."""
 
@@ -34,7 +36,8 @@ def nodes(server: int) -> list[int]:
     found = []
     for process in psutil.Process(server).parent().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            found += [process.pid] if "--node" in process.cmdline() else []
+            words = " ".join(process.cmdline()).split()  # a process of a fork server has one text there
+            found += [process.pid] if "--node" in words else []
     return found
 
 
@@ -64,9 +67,12 @@ class Killer:
         self.stopped.clear()
 
 
-def answer(port: int, seed: int, killer: Killer | None = None, at: Sequence[int] = KILLED_AT_TOKENS) -> str:
-    """What is written after the prompt. `killer`: strikes when the answer has these numbers of tokens."""
-    body = {"model": "run", "prompt": "the quick", "max_tokens": 120, "temperature": 1.0, "seed": seed, "stream": True}
+ASKED: dict[str, Any] = {"model": "run", "prompt": "the quick", "max_tokens": 120, "temperature": 1.0}
+
+
+def answer(port: int, seed: int, killer: Killer | None = None, at: Sequence[int] = KILLED_AT_TOKENS, **more: Any) -> str:
+    """What is written after the prompt. `killer`: strikes when the answer has these numbers of tokens; `more`: fields of the request."""
+    body = {**ASKED, **more, "seed": seed, "stream": True}
     text, tokens = "", 0
     with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=HANG_S) as stream:
         for line in stream.iter_lines():
@@ -86,20 +92,24 @@ def machines(port: int) -> list[str]:
     return [machine["name"] for machine in told["machines"] if machine["alive"]]
 
 
-def test_answers_go_on_whichever_node_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
-    monkeypatch.chdir(tmp_path)
-    settings = [word for setting in [*TEXT, *SHORT, *SMALL] for word in ("--set", setting)]
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    """A small model in the folder `run`."""
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (folder / "config.yaml").write_text("dialect: shoal\n")
+    monkeypatch.chdir(folder)
+    settings = [word for setting in [*TEXT, *SHORT, *SMALL, *more] for word in ("--set", setting)]
     assert main(["train", "config.yaml", "--run-dir", "run", *settings]) == 0
-    ready = r"run answers at http://127.0.0.1:(\d+)/v1"
+
+
+def test_answers_go_on_whichever_node_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, monkeypatch)
     with processes_in(tmp_path) as processes:
         alone = processes.start("serve", "run", "--port", "0")
-        port = int(wait_for_line(alone, ready))
+        port = int(wait_for_line(alone, READY))
         wanted = [answer(port, seed) for seed in range(TEXTS)]
         assert len(set(wanted)) == TEXTS, "the seeds give different texts"
         spread = processes.start("serve", "run", "--port", "0", "--nodes", "4")
-        port = int(wait_for_line(spread, ready))
+        port = int(wait_for_line(spread, READY))
         killer, asked = Killer(spread.pid, random.Random(1)), 0
         while killer.kills < KILLS:
             while not nodes(spread.pid):  # those that were killed are started again
@@ -111,3 +121,43 @@ def test_answers_go_on_whichever_node_is_killed(tmp_path: Path, monkeypatch: pyt
         assert "server" in machines(port)
         spread.terminate()
         assert "directly" in spread.communicate()[0], "the nodes handed on to each other"
+
+
+CONSTRAINED: list[dict[str, Any]] = [
+    {"guided_regex": r"( (the|quick|brown|lazy) (fox|dog|cat) jumps over the lazy (dog|fox)[.,]){3}"},
+    {"grammar": 'start: "{\\"words\\": [" word (", " word){11} "]}"\nword: "\\"" ("jumps" | "lazy" | "quick" | "brown fox") "\\""\n'},
+    {},
+]
+"""Grammars of texts that repeat themselves, so that tokens are proposed; and an answer without one."""
+PACKED = ["model.hidden_size=64", "model.positions=rotary", "model.norm=rms", "model.bias=false"]
+PACKED_KILLS = max(4, round(16 * SHARE))
+
+
+def accepted_tokens(port: int) -> int:
+    """Proposed tokens that were right, by the server's own count."""
+    page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S).text
+    return sum(int(float(line.split()[-1])) for line in page.splitlines() if line.startswith("shoal_accepted_tokens_total"))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_sampled_answers_by_a_grammar_with_proposed_tokens_and_packed_weights_go_on(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, monkeypatch, *PACKED)
+    served, asked = ("serve", "run", "--port", "0", "--set", f"serving.weights={weights}"), list(enumerate(CONSTRAINED * 2))
+    with processes_in(tmp_path) as processes:
+        port = int(wait_for_line(processes.start(*served, "--set", "serving.proposed_tokens=0"), READY))
+        wanted = [answer(port, seed, **more) for seed, more in asked]
+        assert accepted_tokens(port) == 0
+        spread = processes.start(*served, "--set", "serving.proposed_tokens=5", "--set", "serving.spread=even", "--nodes", "3")
+        port = int(wait_for_line(spread, READY))
+        killer, answers = Killer(spread.pid, random.Random(1)), 0
+        while killer.kills < PACKED_KILLS:
+            for seed, more in asked:
+                while len(nodes(spread.pid)) < 2:  # those that were killed are started again
+                    time.sleep(0.05)
+                assert answer(port, seed, killer, (2,), **more) == wanted[seed]
+                killer.end_stopped()
+                answers += 1
+        print(f"{weights}: {killer.kills} kills in {answers} answers, {accepted_tokens(port)} proposed tokens accepted", flush=True)
+        assert accepted_tokens(port) > 0
