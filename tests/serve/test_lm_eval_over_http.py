@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ TEXTS = [
 
 
 def asked() -> list[Any]:
-    """The end of each text after each of its beginnings."""
-    words = [text.split(" ") for text in TEXTS]
-    pairs = [(" ".join(one[:count]), " " + " ".join(one[count : count + 4])) for one in words for count in range(1, 16, 3)]
-    return [instance.Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    """500 ends of texts after their beginnings."""
+    draw, words = random.Random(0), " ".join(TEXTS).split(" ")
+    drawn = [(draw.choices(words, k=draw.randint(1, 25)), draw.choices(words, k=draw.randint(1, 6))) for _ in range(500)]
+    return [instance.Instance("loglikelihood", {}, (" ".join(before), " " + " ".join(end)), 0) for before, end in drawn]
 
 
 def write_model(folder: Path, family: str) -> None:
@@ -59,6 +60,6 @@ def test_lm_eval_scores_texts_over_http_as_in_its_own_process(family: str, batch
         settings = {"tokenizer": str(folder), "max_length": 256, "batch_size": batch_size, "add_bos_token": has_start}
         api = LocalCompletionsAPI(address, model="small", **settings)
         found = api.loglikelihood(asked(), disable_tqdm=True)
-    assert len(found) == 20
+    assert len(found) == 500
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-3)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
