@@ -291,11 +291,21 @@ def test_marks_that_are_special_tokens_are_in_the_grammar_and_in_the_text(form, 
     assert decoder.add(*ids[:1]) + decoder.add(*ids[1:]) + decoder.finish() == text
 
 
-def test_arguments_that_a_schema_does_not_name_are_not_written_where_it_names_some():
-    named = {"type": "object", "properties": {"a": {}}}
-    assert closed_schema(named) == named | {"additionalProperties": False}
+def test_fields_that_a_schema_does_not_name_are_not_written_where_it_names_some():
+    named, closed = {"type": "object", "properties": {"a": {}}}, {"additionalProperties": False}
+    assert closed_schema(named) == named | closed
     for open_ in ({"type": "object"}, named | {"required": ["b"]}, named | {"additionalProperties": True}, named | {"anyOf": [{}]}):
         assert closed_schema(open_) == open_
+    optional = {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}], "default": None}
+    outer = {"properties": {"b": {"type": "array", "items": named}, "not": optional}, "$defs": {"d": named}}
+    both = named | closed
+    assert closed_schema(outer) == {"properties": {"b": {"type": "array", "items": both}, "not": optional}, "$defs": {"d": both}, **closed}
+    for several in ({"allOf": [{"$ref": "#/$defs/d"}, outer]}, {"$ref": "#/$defs/d", "required": ["c"]}):
+        assert closed_schema({"properties": {"a": several}, "$defs": {"d": named}}) == {
+            "properties": {"a": several},
+            "$defs": {"d": named},
+            **closed,
+        }
 
 
 @pytest.mark.parametrize(

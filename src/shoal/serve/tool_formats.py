@@ -6,7 +6,7 @@ A model learns to call tools in the form that its chat template shows it. The fo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.data import Tokenizer
@@ -46,8 +46,15 @@ class ToolFormat(NamedTuple):
 _HERMES = ToolFormat("Hermes", "<tool_call>", "</tool_call>", "arguments")
 _MISTRAL = ToolFormat("Mistral", "[TOOL_CALLS]", "", "arguments", is_list=True, id_letters=9)
 _LLAMA = ToolFormat("Llama 3", "<|python_tag|>", "", "parameters", is_marked=False, takes_several=False)
-_PLAIN = {"type", "properties", "required", "title", "description", "$schema"}
-"""Keywords of a schema of arguments beside which further ones are not meant."""
+_NOTES = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment", "$defs", "definitions"}
+"""Keywords of a schema that bound nothing themselves."""
+_PLAIN = {"type", "properties", "required", *_NOTES}
+"""Keywords of the schema of an object beside which fields that it does not name are not meant."""
+_ALTERNATIVES = {"anyOf", "oneOf", "$ref"}
+_COMBINING = {"allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "unevaluatedProperties", "$dynamicRef"}
+"""Keywords by which several schemas bound one object: then a field that one of them does not name may be meant."""
+_BY_NAME, _IN_LISTS, _SINGLE = ("properties", "$defs", "definitions"), ("anyOf", "oneOf", "prefixItems"), ("items", "additionalProperties")
+"""Keywords whose values have schemas in them."""
 _OTHERS = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]")
 """Of forms that are like one of these, and are not read: calls in XML, and a name before the arguments."""
 
@@ -131,7 +138,39 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def closed_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same without fields that the schema allows and does not name, where it names some and needs no others."""
+    """The same without fields that the schema of an object allows and does not name, where it names some and needs no others. If several
+    schemas bound one object, only the outermost is changed."""
+    return _closed(schema) if _is_simple(schema) else _closed_alone(schema)
+
+
+def _is_simple(schema: Any) -> bool:
+    """Whether no two schemas bound the same value."""
+    if not isinstance(schema, dict):
+        return True
+    has_several = bool(schema.keys() & _COMBINING) or (bool(schema.keys() & _ALTERNATIVES) and len(schema.keys() - _NOTES) > 1)
+    simple = list[bool]()
+    _with_parts(schema, lambda part: simple.append(_is_simple(part)))
+    return not has_several and all(simple)
+
+
+def _closed(schema: Any) -> Any:
+    return _closed_alone(_with_parts(schema, _closed)) if isinstance(schema, dict) else schema
+
+
+def _with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The same with the schemas in it changed."""
+    found = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _BY_NAME and isinstance(value, dict):
+            found[keyword] = {name: change(part) for name, part in value.items()}
+        elif keyword in _IN_LISTS and isinstance(value, list):
+            found[keyword] = [change(part) for part in value]
+        elif keyword in _SINGLE:
+            found[keyword] = change(value)
+    return found
+
+
+def _closed_alone(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     named, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list) or set(schema) - _PLAIN:
         return schema

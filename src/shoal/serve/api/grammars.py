@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
-from shoal.serve.api.requests import ChatRequest, GenerationRequest, JsonSchemaFormat, NamedToolChoice, TextFormat, ToolDefinition
+from shoal.serve.api.requests import (
+    ChatRequest,
+    GenerationRequest,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    SomeToolsChoice,
+    TextFormat,
+    ToolDefinition,
+    chosen_tools,
+)
 from shoal.serve.constraints import GrammarCompiler, TokenConstraint, check_size
 from shoal.serve.tool_formats import CallableTool, ToolFormat, arguments_schema, calls_grammar, choice_rule, closed_schema, json_rule
 from shoal.serve.tool_parser import ToolCallParser
@@ -40,10 +49,12 @@ def tool_use(request: GenerationRequest, form: ToolFormat | None) -> ToolUse | N
         return None
     if form is None:
         raise RefusedError(400, _NO_CONVENTION, param="tools", code="unsupported_parameter")
-    choice = request.tool_choice
+    choice, names = request.tool_choice, chosen_tools(request.tool_choice)
+    tools = [one for one in request.tools if names is None or one.function.name in names]
     if isinstance(choice, NamedToolChoice):
-        return ToolUse(form, [one for one in request.tools if one.function.name == choice.function.name], True, False)
-    return ToolUse(form, request.tools, choice == "required", request.parallel_tool_calls)
+        return ToolUse(form, tools, True, False)
+    mode = choice.allowed_tools.mode if isinstance(choice, SomeToolsChoice) else choice
+    return ToolUse(form, tools, mode == "required", request.parallel_tool_calls)
 
 
 async def constraint_for(request: GenerationRequest, use: ToolUse | None, compiler: GrammarCompiler) -> TokenConstraint | None:
@@ -87,8 +98,8 @@ def _grammar_of(request: GenerationRequest, use: ToolUse | None) -> str:
     if use is None:
         return f"start: {answer}\n"
     functions = [tool.function for tool in use.tools]
+    check_size([one.parameters for one in functions])
     tools = [CallableTool(one.name, closed_schema(arguments_schema(one.parameters)), bool(one.strict)) for one in functions]
-    check_size([dict(tool.parameters) for tool in tools])
     return calls_grammar(use.form, tools, needs_call=use.needs_call, several=use.several, answer=answer)
 
 
@@ -99,4 +110,4 @@ def _answer_of(request: GenerationRequest) -> str | None:
         return None
     schema = (chosen.json_schema.content or {}) if isinstance(chosen, JsonSchemaFormat) else {"type": "object"}
     check_size(schema)
-    return json_rule(schema)
+    return json_rule(closed_schema(schema))

@@ -59,6 +59,8 @@ class ChatMessage(StrictModel):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=_MOST_CALLS, description="What an assistant called before.")
     tool_call_id: str | None = Field(default=None, description="Of a tool's answer: the call that it answers.")
     name: str | None = Field(default=None, description="Accepted and not used.")
+    annotations: Any = Field(default=None, description="Accepted and not used: clients send whole answers back.")
+    provider_specific_fields: Any = Field(default=None, description="Accepted and not used: LiteLLM adds it to answers.")
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +130,19 @@ class NamedToolChoice(StrictModel):
     function: NamedFunction
 
 
+class SomeTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice] = Field(min_length=1, max_length=_MOST_TOOLS)
+
+
+class SomeToolsChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedToolChoice | SomeToolsChoice, Field(discriminator="type")]
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -139,6 +154,13 @@ TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]
 """In JSON the key of an object is a string, so here a number is read from one."""
 GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=_MOST_CHOICE_TEXTS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def chosen_tools(choice: ToolChoice) -> list[str] | None:
+    """The names of the tools that an answer may call; None: all."""
+    if isinstance(choice, str):
+        return None
+    return [one.function.name for one in (choice.allowed_tools.tools if isinstance(choice, SomeToolsChoice) else [choice])]
 
 
 class GenerationRequest(StrictModel):
@@ -172,6 +194,7 @@ class GenerationRequest(StrictModel):
     user: Any = Field(default=None, description="Accepted and not used.")
     metadata: Any = Field(default=None, description="Accepted and not used.")
     safety_identifier: Any = Field(default=None, description="Accepted and not used.")
+    prompt_cache_key: Any = Field(default=None, description="Accepted and not used.")
 
     @property
     def token_limit(self) -> int | None:
@@ -194,12 +217,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Likely tokens to report beside each token.")
     response_format: ResponseFormat | None = Field(default=None, description="Text, any JSON object, or JSON that fits a schema.")
     tools: list[ToolDefinition] = Field(default=[], max_length=_MOST_TOOLS, description="Functions that the answer may call.")
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = Field(
-        default="auto", description="Whether the answer calls tools: none, as the model likes, at least one, or the named one."
+    tool_choice: ToolChoice = Field(
+        default="auto", description="Whether the answer calls tools: none, as the model likes, at least one, the named, or some."
     )
     parallel_tool_calls: bool = Field(default=True, description="Whether an answer may have several calls, if the model's template has.")
     store: Literal[False] = Field(default=False, description="The server stores no conversation.")
     service_tier: str | None = Field(default=None, description="Accepted and not used.")
+    modalities: list[Literal["text"]] = Field(default=["text"], max_length=1, description="Answers are texts.")
 
     @field_validator("tools")
     @classmethod
@@ -210,12 +234,13 @@ class ChatRequest(GenerationRequest):
 
     @field_validator("tool_choice")
     @classmethod
-    def _is_a_tool(cls, value: str | NamedToolChoice, others: ValidationInfo) -> str | NamedToolChoice:
+    def _is_a_tool(cls, value: ToolChoice, others: ValidationInfo) -> ToolChoice:
         names = [one.function.name for one in others.data.get("tools", [])]
         if value == "required" and not names:
             raise ValueError("tool_choice required needs tools")
-        if isinstance(value, NamedToolChoice) and value.function.name not in names:
-            raise ValueError(f"tool_choice names {value.function.name!r}, which is none of the tools")
+        for one in chosen_tools(value) or ():
+            if one not in names:
+                raise ValueError(f"tool_choice names {one!r}, which is none of the tools")
         return value
 
     @field_validator("top_logprobs")
