@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pytest
-import torch
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
@@ -15,16 +14,10 @@ pytest.importorskip("llguidance", reason="answers by a grammar need llguidance: 
 
 import openai
 
-from shoal.config.schema import model as schema
-from shoal.config.schema.serving import Serving
 from shoal.data import load_tokenizer
-from shoal.data.text.chat_template import template_of
-from shoal.models.gpt import Gpt
-from shoal.serve.load_model import ServedModel
-from shoal.serve.tool_formats import tool_format
 from tests.serve.test_api import url
 from tests.support.chat_folders import write_tokenizer
-from tests.support.small_service import running
+from tests.support.small_service import running, small_served_with_tools
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1400, "seed": 5}
 
@@ -55,13 +48,7 @@ class Size(TypedDict):
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A random model with the template of Qwen 2.5."""
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("model"), "qwen25")))
-    torch.manual_seed(3)
-    model = Gpt(schema.Gpt(hidden_size=32, num_layers=2, num_heads=4, max_seq_len=4096), tokenizer.vocab_size).eval()
-    template, form = template_of(tokenizer), tool_format(tokenizer)
-    assert template is not None
-    assert form is not None
-    served = ServedModel("tiny", model, tokenizer, template, Serving(), (), frozenset({tokenizer.eos_id}), tool_format=form)
-    with running(served) as service:
+    with running(small_served_with_tools(tokenizer, 4096)) as service:
         yield f"{url(service)}/v1"
 
 

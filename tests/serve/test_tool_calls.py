@@ -10,26 +10,20 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 
 pytest.importorskip("openai")
 pytest.importorskip("llguidance", reason="answers by a grammar need llguidance: pip install 'shoal[serve]'")
 
 import openai
 
-from shoal.config.schema import model as schema
-from shoal.config.schema.serving import Serving
 from shoal.data import StreamedText, Tokenizer, load_tokenizer
-from shoal.data.text.chat_template import template_of
-from shoal.models.gpt import Gpt
 from shoal.serve.constraints import GrammarCompiler
-from shoal.serve.load_model import ServedModel
 from shoal.serve.tool_formats import CallableTool, calls_grammar, closed_schema, json_rule, tool_format
 from shoal.serve.tool_parser import MarkedText, ToolCallParser
 from tests.serve.test_api import url
 from tests.support.chat_folders import QWEN25, write_tokenizer
 from tests.support.json_schemas import random_schema
-from tests.support.small_service import running
+from tests.support.small_service import running, small_served_with_tools
 
 LLAMA31 = """{{- bos_token }}
 {%- if tools is not none %}
@@ -108,15 +102,9 @@ def tokenizer_of(folder: Path, form: str, marks: Sequence[str] = ()) -> Tokenize
 @pytest.fixture(scope="module", params=FORMS)
 def client(request, tmp_path_factory) -> Iterator[Any]:
     tokenizer = tokenizer_of(tmp_path_factory.mktemp("model"), request.param)
-    torch.manual_seed(3)
-    model = Gpt(schema.Gpt(hidden_size=32, num_layers=2, num_heads=4, max_seq_len=2048), tokenizer.vocab_size).eval()
-    template, form = template_of(tokenizer), tool_format(tokenizer)
-    assert template is not None
-    assert form is not None
-    served = ServedModel("tiny", model, tokenizer, template, Serving(), (), frozenset({tokenizer.eos_id}), tool_format=form)
-    with running(served) as service:
+    with running(small_served_with_tools(tokenizer, 2048)) as service:
         one = openai.OpenAI(base_url=f"{url(service)}/v1", api_key="none", max_retries=0)
-        one.marks = [*form.special]
+        one.marks = [*tool_format(tokenizer).special]
         yield one
 
 
@@ -126,6 +114,7 @@ def joined(stream: Any) -> tuple[str, list[dict[str, str]], str]:
     for chunk in stream:
         choice = chunk.choices[0]
         words += choice.delta.content or ""
+        assert not (choice.finish_reason and (choice.delta.content or choice.delta.tool_calls)), "the reason comes by itself"
         reason = choice.finish_reason or reason
         for piece in choice.delta.tool_calls or ():
             assert choice.delta.content is None

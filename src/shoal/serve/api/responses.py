@@ -274,7 +274,11 @@ class ResponseWriter:
         return _json(TextCompletion(**self._head, object="text_completion", choices=texts, usage=usage))
 
     def chunk(self, delta: TextDelta) -> str | None:
-        """One event of a stream; None where the delta says nothing to the client."""
+        """The events of a delta; None where it says nothing to the client. The reason for a chat's end has an event of its own, as OpenAI
+        sends it: its client would miss the end of a call that begins and ends in one event."""
+        if self.request.is_chat and delta.finish_reason is not None and (delta.text or delta.calls):
+            words, end = delta._replace(finish_reason=None), TextDelta(delta.choice, "", (), delta.finish_reason)
+            return f"{self.chunk(words)}{self.chunk(end)}"
         is_first = delta.choice not in self._begun
         if not (delta.text or delta.calls or delta.finish_reason or is_first or self.request.logprob_count is not None):
             return None
