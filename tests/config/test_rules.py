@@ -266,6 +266,11 @@ BROKEN = [
     ("held", "strategy: {kind: local}\nmodel: {kind: moe}\nengine: {experts: [0, 1]}\n", ["engine.experts", "strategy.kind"]),
     (
         "held",
+        "strategy: {kind: edp}\nmodel: {kind: huggingface, pretrained: x, lora: {rank: 2}}\nengine: {experts: [0, 1]}\n",
+        ["engine.experts"],
+    ),
+    (
+        "held",
         "strategy: {kind: edp}\nmodel: {kind: moe, experts: {count: 8}}\nengine: {experts: [0, 8]}\n",
         ["engine.experts", "model.experts.count"],
     ),

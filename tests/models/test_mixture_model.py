@@ -14,10 +14,8 @@ from torch import Tensor
 from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.engines import SingleEngine
-from shoal.errors import ShoalError
 from shoal.models.compile_rules import exclude_from_compilation
 from shoal.models.layers.expert_layer import ExpertLayer, grouped_linear
-from shoal.models.mixtral import as_mixtral
 from shoal.models.moe import Moe
 from shoal.models.routers import Routes, build_router
 from shoal.models.step_state import step_states
@@ -181,25 +179,6 @@ def test_recomputation_stays_in_the_mode_of_the_first_pass(kind):
         found.append([parameter.grad for parameter in model.parameters()])
     for plain, again in zip(*found, strict=True):
         assert torch.equal(plain, again)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_as_mixtral_transformers_computes_the_same(tmp_path, tied):
-    transformers = pytest.importorskip("transformers")
-    settings = schema.Moe(**SIZES | {"num_heads": 4}, num_kv_heads=2, tied_embeddings=tied, norm_eps=1e-4, experts=schema.Experts(count=4))
-    model = Moe(settings, 31).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-        as_mixtral(model, settings).save_pretrained(tmp_path)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        torch.testing.assert_close(theirs(tokens()).logits, model(tokens()), rtol=1e-4, atol=1e-5)
-
-
-def test_what_mixtral_does_not_compute_is_not_exported_as_it():
-    settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, router="hash", per_token=1))
-    with pytest.raises(ShoalError, match="no router hash and no gate of one expert"):
-        as_mixtral(Moe(settings, 31), settings)
 
 
 # --- routers -------------------------------------------------------------------------------------------

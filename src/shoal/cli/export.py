@@ -15,10 +15,10 @@ from shoal.runs.export import GGUF_TYPES
 EPILOG = """\
 A Hugging Face model is written for AutoModelForCausalLM.from_pretrained, with its tokenizer and with LoRA merged in; --adapters writes
 the LoRA matrices alone. A model of Shoal's own is written as a folder for `shoal generate`; with --transformers it is written for
-AutoModelForCausalLM.from_pretrained, if Llama, GPT-2 or GPT-NeoX, or for a mixture of experts Mixtral, computes the same. Sharded
-checkpoints are merged. --gguf writes one file for llama.cpp, with tokenizer and chat template: Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2
-and what --transformers writes; with --adapters the LoRA matrices alone, for llama.cpp's --lora. --dcp writes a checkpoint of
-torch.distributed.checkpoint.
+AutoModelForCausalLM.from_pretrained, if Llama, Qwen 3, GPT-2 or GPT-NeoX, or for a mixture of experts Mixtral, Qwen2-MoE, Qwen3-MoE or
+OLMoE, computes the same. Sharded checkpoints are merged. --gguf writes one file for llama.cpp, with tokenizer and chat template: Llama,
+Mistral, Qwen 2 and 3, Gemma, GPT-2 and what --transformers writes; with --adapters the LoRA matrices alone, for llama.cpp's --lora. --dcp
+writes a checkpoint of torch.distributed.checkpoint.
 """
 
 

@@ -27,6 +27,8 @@ def expert_blocks(engine: SingleEngine, cap: float | None, apart: bool = False) 
     for name, layout in engine.layouts.items():
         spans += spans_of_experts(engine.task.players[name], layout, at)
         at += layout.size
+    if not any(spans):
+        return None  # all experts are frozen
     loads_at = next(iter(_places(engine, Loads, lambda kept: [kept.reported_LE])), None)
     biases_at = tuple(_places(engine, Loads, lambda kept: [router.bias_E for router in kept.routers]))
     return ExpertBlocks(tuple(spans), len(layers), layers[0].router.per_token, loads_at, cap, apart, at, biases_at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from shoal.models.transformer import PLAIN, AuxiliaryLoss, BlockPart, LayerInput
 
 class Moe(Trunk):
     """Transformer with expert layers. Auxiliary losses: load balance and z-loss."""
+
+    conversion: Any = None
+    """How its tensors follow from those of a Hugging Face model, where it computes one: see `huggingface/as_gpt.py`."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None, variant: Variant = PLAIN) -> None:
         reader = ContextEncoder(settings) if has_context(settings) else None
@@ -230,7 +233,7 @@ def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, varian
 
 def players(model: schema.Moe, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     network = Moe(model, vocab_size_for(model.vocab_size, shapes), run.engine.experts)
-    network.loads.reports = run.shares_updates and not run.updates.privacy.enabled  # loads would leak information about the data
+    network.loads.reports = run.reports_loads
     if network.memory is not None:
         network.memory.reports = run.shares_updates
     return {"model": network}

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.config.derived_values import USER_KINDS
 from shoal.errors import ShoalError
-from shoal.models.huggingface.adapted_gpt import AdaptedGpt
+from shoal.models.huggingface.adapted_gpt import AdaptedTrunk
 from shoal.models.huggingface.as_gpt import as_huggingface
 from shoal.models.huggingface.model import HuggingFace
 from shoal.reporters.progress import figures
@@ -76,7 +76,7 @@ def result_of(loop: TrainingLoop | CoordinatorLoop, summary: Mapping[str, Any]) 
     if own and isinstance(model, HuggingFace):  # wrapped, since it learned from text that the settings name
         model = model.inner
     if getattr(model, "conversion", None) is not None:  # trained with Shoal's own layers
-        model = model.as_huggingface() if isinstance(model, AdaptedGpt) else as_huggingface(model)
+        model = model.as_huggingface() if isinstance(model, AdaptedTrunk) else as_huggingface(model)
     return _made(loop.directory, model.eval(), summary, own)
 
 

@@ -218,7 +218,8 @@ def _by_gpt(served: ServedModel, own: GptConversion, tensors: WeightStore) -> Se
     about, weights = describe_gpt(own), served.settings.weights
     if weights == "fp32":
         tensors.served_as = torch.float32
-    kinds = kinds_of(own.make(), weights, lambda name: _stored_kind(own, tensors, name))
+    made = own.make()
+    kinds = kinds_of(made, weights, lambda name: _stored_kind(own, tensors, name)) if isinstance(made, Gpt) else {}
     device = choose_device(served.run.training.device)
     served = served._replace(gpt_conversion=own)
     if kinds and (served.nodes > 1 or device.type == "cpu" or not set(kinds.values()) <= set(HALF)):

@@ -79,9 +79,16 @@ def replayed_tokens_have_no_weight_ahead(settings: Settings, ahead: bool, rememb
         settings.report("mtp", message, "model.mtp.enabled", "model.episodic_memory.enabled")
 
 
+@rule("engine.experts", "model.lora")
+def all_workers_hold_frozen_experts(settings: Settings, held: tuple[int, ...] | None, lora: object) -> None:
+    if held is not None and lora is not None:
+        message = "LoRA trains matrices beside frozen experts, and all workers hold these"
+        settings.report("held", message, "engine.experts", help="set engine.experts to null")
+
+
 @rule("engine.experts", "model.kind", "strategy.kind")
 def only_workers_of_a_mixture_hold_experts(settings: Settings, held: tuple[int, ...] | None, model: str, strategy: str) -> None:
-    if held is not None and model != "moe":
+    if held is not None and model not in ("moe", "huggingface"):  # a folder is known when it is read
         message = f"a model of the kind {model} has no experts: a worker holds all of it"
         settings.report("held", message, "engine.experts", "model.kind", help="set engine.experts to null")
     elif held is not None and strategy == "local":

@@ -63,6 +63,11 @@ class Run(Section):
         return not self.alone and not self.strategy.gives_answers
 
     @property
+    def reports_loads(self) -> bool:
+        """Whether workers report how often each expert was chosen. That would leak information about private data."""
+        return self.shares_updates and not self.updates.privacy.enabled
+
+    @property
     def scheduled(self) -> bool:
         """Whether a scheduler assigns shares of the data."""
         return self.scheduler.kind != "none" and not self.alone

@@ -1,4 +1,4 @@
-"""Shoal's own GPT with the LoRA adapters of peft, for a Hugging Face model that it computes.
+"""Shoal's own GPT or mixture with the LoRA adapters of peft, for a Hugging Face model that it computes.
 
 The model of peft stays in the network as `inner`, with its adapters and without the frozen weights. So adapters have the names, the
 initial values and the order that they have beside the layers of transformers: updates, checkpoints and exports are the same. Each linear
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.config.schema import model as schema
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.as_gpt import Get, GptConversion
 from shoal.models.huggingface.frozen_weights import BLOCK, FrozenLinear
@@ -25,6 +26,8 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.tensor_names import plain_name
 from shoal.models.layers.embedding import TokenEmbedding
 from shoal.models.layers.rotary import to_adjacent_pairs
+from shoal.models.moe import Moe
+from shoal.models.transformer import Trunk
 
 _ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -115,11 +118,12 @@ class _Place(NamedTuple):
         return tensor if tensor.dim() == 1 + len(row) else tensor.view(-1, *row)
 
 
-class AdaptedGpt(Gpt):
-    """A `Gpt` with frozen weights, and the model of peft whose adapters it reads."""
+class AdaptedTrunk(Trunk):
+    """A model with frozen weights, and the model of peft whose adapters it reads."""
 
     has_adapters = True
     inner: Any
+    conversion: GptConversion
     places: dict[str, _Place]
     """By the names of the frozen weights in the model's own files."""
 
@@ -146,6 +150,14 @@ class AdaptedGpt(Gpt):
         return HuggingFace(self.inner)
 
 
+class AdaptedGpt(AdaptedTrunk, Gpt):
+    """A `Gpt` with adapters."""
+
+
+class AdaptedMoe(AdaptedTrunk, Moe):
+    """A mixture with adapters. Its routers and experts are frozen."""
+
+
 def reason_against(network: HuggingFace, conversion: GptConversion) -> str:
     """Why Shoal's own layers cannot read the adapters of a network; empty: they can."""
     joined = {source for path in conversion.linear_layers() for source in _source_modules(conversion, path)}
@@ -158,9 +170,9 @@ def reason_against(network: HuggingFace, conversion: GptConversion) -> str:
     return ""
 
 
-def own_layers(network: HuggingFace, conversion: GptConversion) -> AdaptedGpt:
+def own_layers(network: HuggingFace, conversion: GptConversion) -> AdaptedGpt | AdaptedMoe:
     """The network with Shoal's own layers. Its frozen weights move there one by one; the network must not be used afterwards."""
-    made: Any = conversion.make(AdaptedGpt)
+    made: Any = conversion.make(AdaptedMoe if isinstance(conversion.settings, schema.Moe) else AdaptedGpt)
     theirs = _modules(network)
     made.places = _places(network)
     if any(isinstance(one, FrozenLinear) for one in theirs.values()):
@@ -180,7 +192,7 @@ def own_layers(network: HuggingFace, conversion: GptConversion) -> AdaptedGpt:
     for place in made.places.values():
         place.owner._parameters[place.key] = None  # matrices that are shared with the embedding
     made.inner = network.inner
-    adapted: AdaptedGpt = made.train()
+    adapted: AdaptedGpt | AdaptedMoe = made.train()
     return adapted
 
 

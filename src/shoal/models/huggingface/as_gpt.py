@@ -1,9 +1,11 @@
-"""Conversion of Hugging Face models to Shoal's own GPT, which has fewer kernels per layer and a KV cache that is written in place.
+"""Conversion of Hugging Face models to Shoal's own GPT or mixture, which has fewer kernels per layer and a KV cache that is written in
+place.
 
 Llama, Mistral, Qwen 2, Qwen 3 and Gemma without sliding-window attention, and GPT-2, have the layers of `Gpt` (with the differences that
-`Variant` lists) if their matrices are concatenated: queries, keys and values; gate and content. Gemma 2 and 3 keep their own layers: they
-have windows, capped logits, and norms after the layers. Whether a model can be converted is tested with a small random copy. Tensors keep
-their names in the model's own files, so files, digests and other machines are not affected.
+`Variant` lists) if their matrices are concatenated: queries, keys and values; gate and content. Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE
+have those of `Moe`, if layers without experts are the first ones. Gemma 2 and 3 keep their own layers: they have windows, capped logits,
+and norms after the layers. Whether a model can be converted is tested with a small random copy. Tensors keep their names in the model's
+own files, so files, digests and other machines are not affected.
 
 Shapes: N rows of a matrix, D width.
 """
@@ -14,15 +16,26 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.small_copy import narrowed, small_copy
-from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, parts_of, plain_name, sources
+from shoal.models.huggingface.tensor_names import (
+    GPT2_NAMES,
+    LLAMA_NAMES,
+    MIXTURE_NAMES,
+    Names,
+    parts_of,
+    plain_name,
+    sources,
+    stack_of,
+)
 from shoal.models.layers.rotary import Rotary, to_adjacent_pairs
+from shoal.models.moe import Moe
+from shoal.models.routers import HeldExperts
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.transformer import PLAIN, Variant
 from shoal.untrusted.huggingface import causal_model_of
@@ -30,7 +43,8 @@ from shoal.untrusted.huggingface import causal_model_of
 Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", *MIXTURES)
 _ROTARY_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
 _TOLERANCE = 1e-4
@@ -38,7 +52,9 @@ MOST_POSITIONS = 1 << 21
 
 
 class GptConversion:
-    """How a Hugging Face model becomes a `Gpt`."""
+    """How a Hugging Face model becomes a `Gpt` or a `Moe`."""
+
+    settings: schema.Gpt | schema.Moe
 
     def __init__(self, inner: Any) -> None:
         """Raises ShoalError, AttributeError or similar for other architectures."""
@@ -46,10 +62,10 @@ class GptConversion:
         config = self.config
         self.vocab_size: int = config.vocab_size
         self.gpt2 = config.model_type == "gpt2"
-        self.names: Mapping[str, Any] = GPT2_NAMES if self.gpt2 else LLAMA_NAMES
-        self.settings = _of_gpt2(config) if self.gpt2 else _of_llama(config)
-        self.trains_alike = _dropouts(config) == {self.settings.dropout}
-        """Whether training drops the same shares of activations."""
+        self.settings = _of_gpt2(config) if self.gpt2 else _of_mixture(config) if config.model_type in MIXTURES else _of_llama(config)
+        dropout = self.settings.attention_dropout if isinstance(self.settings, schema.Moe) else self.settings.dropout
+        self.trains_alike = _dropouts(config) == {dropout} and not getattr(config, "router_jitter_noise", 0.0)
+        """Whether training drops the same shares of activations, and routers add no noise."""
         if self.settings.max_seq_len > MOST_POSITIONS:
             raise ShoalError("its table of positions would fill the memory")
         self.frequencies: Tensor | None = None
@@ -66,30 +82,41 @@ class GptConversion:
             self.variant = _variant(config, decoder.layers[0].self_attn.q_proj.bias is not None)
 
     @classmethod
-    def from_parts(cls, settings: schema.Gpt, vocab_size: int, gpt2: bool, frequencies: Tensor | None, variant: Variant) -> GptConversion:
+    def from_parts(
+        cls, settings: schema.Gpt | schema.Moe, vocab_size: int, gpt2: bool, frequencies: Tensor | None, variant: Variant
+    ) -> GptConversion:
         """A conversion without the model's own configuration: see `gpt_description.py`."""
         made = cls.__new__(cls)
         made.config, made.vocab_size, made.gpt2, made.settings = None, vocab_size, gpt2, settings
-        made.names = GPT2_NAMES if gpt2 else LLAMA_NAMES
         made.frequencies, made.variant, made.trains_alike = frequencies, variant, False
         return made
 
-    def make(self, kind: type[Gpt] = Gpt) -> Gpt:
-        """The model without weights."""
+    @property
+    def names(self) -> Names:
+        return GPT2_NAMES if self.gpt2 else MIXTURE_NAMES if isinstance(self.settings, schema.Moe) else LLAMA_NAMES
+
+    def make(self, kind: Any = None, held: HeldExperts = None) -> Gpt | Moe:
+        """The model without weights. `kind`: a class that extends `Gpt` or `Moe`; `held`: the experts that it has."""
         with without_weights():
-            made = kind(self.settings, self.vocab_size, self.variant)
+            made: Gpt | Moe
+            if isinstance(self.settings, schema.Moe):
+                made = (kind or Moe)(self.settings, self.vocab_size, held, self.variant)
+            else:
+                made = (kind or Gpt)(self.settings, self.vocab_size, self.variant)
         if self.frequencies is not None:
             made.rotary = Rotary(self.settings.max_seq_len, self.head_size, self.frequencies)
         made.conversion = self
         return made.eval()
 
     def linear_layers(self) -> list[str]:
-        """The paths of the linear layers of all blocks of `Gpt`."""
-        parts = [part for part in self.names if part.startswith(("attention.", "feed_forward.")) and "norm" not in part]
-        return [f"blocks.{layer}.{part}" for layer in range(self.settings.num_layers) for part in parts]
+        """The paths of the linear layers of all blocks, without routers and gates."""
+        made = self.make()
+        return [name for name, one in made.named_modules() if name.startswith("blocks.") and type(one) is nn.Linear]
 
     def owns(self, name: str) -> bool:
         """Whether a name is that of a tensor of `Gpt`."""
+        if stack_of(self.names, name) is not None:
+            return True
         module = name.rpartition(".")[0]
         return module.split(".", 2)[-1] in self.names if module.startswith("blocks.") else module in self.names
 
@@ -97,9 +124,12 @@ class GptConversion:
         """The names, in the model's own files, of the parts of a tensor of `Gpt`."""
         return sources(self.names, name)
 
-    def tensor(self, name: str, get: Get) -> Tensor:
-        """A tensor of `Gpt`. `get` returns tensors of the model's own files by name; codes and scales of weights in few bits by rows."""
+    def tensor(self, name: str, get: Get, held: HeldExperts = None) -> Tensor:
+        """A tensor of `Gpt`. `get` returns tensors of the model's own files by name; codes and scales of weights in few bits by rows.
+        `held`: the experts whose matrices are wanted."""
         parts = [get(source) for source in self.sources(name)]
+        if held is not None and stack_of(self.names, name) is not None:
+            return parts[0][list(held)]
         if self.gpt2:
             # GPT-2's matrices are transposed, except for the embeddings
             turned = parts[0].dim() == 2 and name.startswith("blocks.") and name.endswith(".weight")
@@ -116,10 +146,10 @@ class GptConversion:
         heads = settings.num_heads, settings.num_kv_heads or settings.num_heads
         return {source: part.contiguous() for source, part in parts_of(self.names, name, tensor, heads, self.head_size).items()}
 
-    def convert(self, get: Get) -> Gpt:
-        """The model with its weights."""
-        made = self.make()
-        load_tensors(made, {name: self.tensor(name, get) for name in required_tensors(made)})
+    def convert(self, get: Get, held: HeldExperts = None) -> Gpt | Moe:
+        """The model with its weights, or with those of some experts."""
+        made = self.make(held=held)
+        load_tensors(made, {name: self.tensor(name, get, held) for name in required_tensors(made)})
         return made
 
     @property
@@ -156,6 +186,33 @@ def _of_llama(config: Any) -> schema.Gpt:
         qk_norm="head" if config.model_type == "qwen3" else "none",
         tied_embeddings=config.tie_word_embeddings,
     )
+
+
+def _of_mixture(config: Any) -> schema.Moe:
+    plain = _of_llama(config)
+    dense = list(getattr(config, "mlp_only_layers", None) or [])
+    if dense != list(range(len(dense))) or getattr(config, "decoder_sparse_step", 1) != 1 or len(dense) >= config.num_hidden_layers:
+        raise ShoalError("layers without experts are not the first ones")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise ShoalError("it clips queries, keys and values")
+    family, per_token = config.model_type, config.num_experts_per_tok
+    normalises = True if family == "mixtral" else bool(config.norm_topk_prob)
+    if per_token == 1 and normalises:
+        raise ShoalError("its gates are always 1")
+    experts = schema.Experts(
+        count=config.num_local_experts if family == "mixtral" else config.num_experts,
+        per_token=per_token,
+        capacity_factor=None,
+        intermediate_size=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        shared_size=config.shared_expert_intermediate_size if family == "qwen2_moe" else None,
+        shared_gate=family == "qwen2_moe",
+        dense_layers=len(dense),
+        normalise_gates=normalises,
+        aux_loss_weight=0.0,
+    )
+    shared = {name: getattr(plain, name) for name in schema.Transformer.fields() if name not in ("kind", "qk_norm")}
+    qk_norm: Any = {"qwen3_moe": "head", "olmoe": "width"}.get(family, "none")
+    return schema.Moe(**shared, qk_norm=qk_norm, experts=experts, attention_dropout=float(config.attention_dropout))
 
 
 def _of_gpt2(config: Any) -> schema.Gpt:
@@ -214,7 +271,8 @@ def _computes_the_same(inner: Any) -> GptConversion | None:
         found = GptConversion(inner)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(0)
-            small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2, inner.config.num_hidden_layers))))
+            dense = found.settings.experts.dense_layers if isinstance(found.settings, schema.Moe) else 0
+            small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2 + dense, inner.config.num_hidden_layers))))
             ours = GptConversion(small.inner).convert(small.state_dict().__getitem__)
     except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
@@ -222,7 +280,7 @@ def _computes_the_same(inner: Any) -> GptConversion | None:
         return found if all(_close(theirs, own) for theirs, own in _logits_of_both(small, ours)) else None
 
 
-def _logits_of_both(small: HuggingFace, ours: Gpt) -> Iterator[tuple[Tensor, Tensor]]:
+def _logits_of_both(small: HuggingFace, ours: Gpt | Moe) -> Iterator[tuple[Tensor, Tensor]]:
     ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     caches = small.new_cache(0), ours.new_cache(0)
     for piece_BL in (ids_BL, ids_BL[:, :1]):

@@ -13,12 +13,16 @@ from shoal.config.rules.own_layers import against_adapters
 from shoal.config.schema import model as schema
 from shoal.config.schema.training import WHOLE_MATRICES, TorchOptimizer
 from shoal.errors import ShoalError
-from shoal.models.gpt import Gpt
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.adapted_gpt import own_layers, reason_against
-from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
+from shoal.models.huggingface.as_gpt import MIXTURES, GptConversion, gpt_conversion
 from shoal.models.huggingface.frozen_weights import store_frozen
 from shoal.models.huggingface.model import HuggingFace
+from shoal.models.moe import Moe
+from shoal.models.transformer import Trunk
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The layers of mixtures that get LoRA matrices, where the settings name none: peft has no choice for them."""
 
 
 def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
@@ -32,7 +36,9 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
         network.inner = _with_lora(network.inner, model.lora)
         reason = reason or reason_against(network, conversion)
     if not reason:
-        return {"model": _with_own_layers(network, conversion)}
+        return {"model": _with_own_layers(network, conversion, run)}
+    if run.engine.experts is not None:
+        raise ShoalError(f"engine.experts: only a mixture with Shoal's own layers can be held in part, and {reason}")
     if model.layers == "own":
         raise ShoalError(f"model.layers: Shoal's own layers cannot train {model.pretrained} (model.pretrained): {reason}; set it to auto")
     if model.layers == "auto":
@@ -68,18 +74,26 @@ def _conversion(network: HuggingFace, model: schema.HuggingFace, run: Run) -> tu
     return conversion, ""
 
 
-def _with_own_layers(network: HuggingFace, conversion: GptConversion) -> Gpt:
+def _with_own_layers(network: HuggingFace, conversion: GptConversion, run: Run) -> Trunk:
+    held = run.engine.experts
     if network.has_adapters:
         return own_layers(network, conversion)
-    return conversion.convert(network.state_dict().__getitem__).train()
+    if held is not None and not isinstance(conversion.settings, schema.Moe):
+        raise ShoalError("engine.experts: the model (model.pretrained) has no experts: a worker holds all of it")
+    made = conversion.convert(network.state_dict().__getitem__, held).train()
+    if isinstance(made, Moe):
+        made.loads.reports = run.reports_loads
+    return made
 
 
-def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
+def _with_lora(inner: Any, lora: schema.Lora) -> nn.Module:
     """The model with frozen weights and trainable adapters."""
     try:
         import peft
+        from peft.tuners.lora import ParamWrapper
     except ImportError as error:
         raise ShoalError("model.lora needs peft: pip install peft") from error
+    targets = lora.target_modules or (_ATTENTION if inner.config.model_type in MIXTURES else ())
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -87,16 +101,22 @@ def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        target_modules=list(lora.target_modules) or None,
+        target_modules=list(targets) or None,
     )
     try:
         with warnings.catch_warnings():
             # GPT-2's matrices are transposed; peft handles that, and warns
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
             adapted: nn.Module = peft.get_peft_model(inner, config)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ShoalError(f"model.lora.target_modules: {reason}; layers of this model: {', '.join(_layer_names(inner))}") from error
+    if any(isinstance(one, ParamWrapper) for one in adapted.modules()):
+        raise ShoalError(
+            "model.lora.target_modules: the matrices of all experts of a layer are one tensor, beside which LoRA has none; "
+            f"name others, such as {', '.join(_ATTENTION)}"
+        )
     return adapted
 
 

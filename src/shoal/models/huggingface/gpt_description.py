@@ -1,6 +1,7 @@
-"""How a model of Hugging Face becomes Shoal's own GPT, as data: sent to machines, and kept, so that neither needs transformers for it.
+"""How a model of Hugging Face becomes Shoal's own GPT or mixture, as data: sent to machines, and kept, so that neither needs transformers
+for it.
 
-Holds: a description that another machine sent makes nothing but a GPT without weights, whose tables are bounded.
+Holds: a description that another machine sent makes nothing but a GPT or a plain mixture without weights, whose tables are bounded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -29,6 +30,8 @@ _MOST_HEAD = 4096
 """Widest head."""
 _MOST_NUMBERS = 1 << 29
 """Most numbers of the table of rotary positions."""
+_MOST_COUNTERS = 1 << 24
+"""Most experts of all layers, whose choices are counted."""
 _FORMAT = 2
 _VARIANT_TYPES = {**dict.fromkeys(("biased_heads", "gelu_gate", "one_plus_norms"), bool), "embedding_scale": float}
 
@@ -46,7 +49,9 @@ def described(about: Any) -> GptConversion:
         loaded = resolve_data({"model": about["settings"]}, name="the server's model", dialect="shoal", environ={})
         settings = loaded.run.model if loaded.ok else None
         variant, frequencies = _variant(about["variant"]), about["frequencies"]
-        if not isinstance(settings, schema.Gpt) or not 0 < settings.max_seq_len <= MOST_POSITIONS:
+        if not isinstance(settings, schema.Gpt) and not _is_plain_mixture(settings):
+            raise ValueError("kind")
+        if not 0 < settings.max_seq_len <= MOST_POSITIONS:
             raise ValueError("settings")
         head = variant.head_size or settings.hidden_size // settings.num_heads
         if not 0 < head <= _MOST_HEAD or head * settings.max_seq_len > _MOST_NUMBERS or not _is_table(frequencies, head):
@@ -57,6 +62,14 @@ def described(about: Any) -> GptConversion:
         raise ShoalError(f"the description of a GPT is malformed: {error}") from None
     table = None if frequencies is None else torch.tensor(frequencies, dtype=torch.float64)
     return GptConversion.from_parts(settings, about["vocab_size"], about["gpt2"] is True, table, variant)
+
+
+def _is_plain_mixture(settings: Any) -> TypeGuard[schema.Moe]:
+    """Whether these are settings of a mixture as models of Hugging Face have it: such a model has no tables but its counters of choices."""
+    if not isinstance(settings, schema.Moe) or settings.experts.router != "switch":
+        return False
+    extras = ("mtp", "mixture_of_heads", "mixture_of_activations", "cross_attention", "retrieval", "episodic_memory")
+    return not any(getattr(settings, name).enabled for name in extras) and settings.experts.count * settings.num_layers <= _MOST_COUNTERS
 
 
 def _variant(fields: Mapping[str, Any]) -> Variant:

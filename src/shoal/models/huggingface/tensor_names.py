@@ -1,4 +1,5 @@
-"""Names and layout of the tensors of Llama, GPT-2 and GPT-NeoX in transformers, by the names of the modules of Shoal's own GPT."""
+"""Names and layout of the tensors of Llama, mixtures of experts, GPT-2 and GPT-NeoX in transformers, by the names of the modules of Shoal's
+own models."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from shoal.models.layers.rotary import to_half_pairs
 
 Names = Mapping[str, Any]
 
-LLAMA_NAMES: Names = {
+LLAMA_NAMES: dict[str, Any] = {
     "layers": "inner.model.layers",
     "token_embedding": ("inner.model.embed_tokens",),
     "norm": ("inner.model.norm",),
@@ -26,6 +27,14 @@ LLAMA_NAMES: Names = {
     "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
     "feed_forward.down": ("mlp.down_proj",),
 }
+MIXTURE_NAMES: Names = LLAMA_NAMES | {
+    "feed_forward.router": ("mlp.gate",),
+    "feed_forward.shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "feed_forward.shared.down": ("mlp.shared_expert.down_proj",),
+    "feed_forward.shared_gate": ("mlp.shared_expert_gate",),
+    "stacks": {"feed_forward.up": "mlp.experts.gate_up_proj", "feed_forward.down": "mlp.experts.down_proj"},
+}
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE. `stacks`: tensors with a matrix of each expert, which have no module of their own."""
 GPT2_NAMES: Names = {
     "layers": "inner.transformer.h",
     "token_embedding": ("inner.transformer.wte",),
@@ -58,8 +67,16 @@ def plain_name(name: str) -> str:
     return name.replace("inner.base_model.model.", "inner.", 1).replace(".base_layer.", ".")
 
 
+def stack_of(names: Names, name: str) -> str | None:
+    """The name, within a layer, of a tensor with a matrix of each expert; None: it is another tensor."""
+    found: str | None = names.get("stacks", {}).get(name.split(".", 2)[-1]) if name.startswith("blocks.") else None
+    return found
+
+
 def sources(names: Names, name: str) -> list[str]:
     """The names, in the model's own files, of the parts that a tensor of `Gpt` is concatenated from."""
+    if (stack := stack_of(names, name)) is not None:
+        return [f"{names['layers']}.{name.split('.')[1]}.{stack}"]
     module, _, kind = name.rpartition(".")
     if not module.startswith("blocks."):
         return [f"{source}.{kind}" for source in names[module]]

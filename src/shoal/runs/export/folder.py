@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from shoal.config import Run
-from shoal.config.schema.model import Moe
 from shoal.data.text.tokenizers.for_transformers import save_for_transformers
 from shoal.errors import ShoalError
 from shoal.manifest import write_manifest
@@ -22,8 +21,7 @@ from shoal.models.huggingface.from_gpt import as_transformers
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import save
 from shoal.models.layers.value_head import ScoreModel
-from shoal.models.mixtral import as_mixtral
-from shoal.models.transformer import Trunk
+from shoal.models.moe import Moe
 from shoal.runs.export.gguf_file import gguf_package, write_gguf, write_gguf_adapters
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints, save_weights
@@ -93,9 +91,7 @@ def transformers_model(trained: TrainedModel) -> Any:
     eos_id = trained.tokenizer.eos_id if trained.tokenizer is not None else None
     if isinstance(model, HuggingFace):
         return model.merged()
-    if isinstance(settings, Moe) and isinstance(model, Trunk):
-        return as_mixtral(model, settings, eos_id)
-    if isinstance(model, Gpt):
+    if isinstance(model, Gpt | Moe):
         return as_transformers(model, settings, eos_id)
     what = "gives scores and writes no text" if isinstance(model, ScoreModel) else f"is of kind {settings.kind}"
     raise ShoalError(f"the model {what}, and Transformers has none that computes the same: export it without --transformers and --gguf")
