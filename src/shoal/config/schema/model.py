@@ -275,8 +275,9 @@ class HuggingFace(Model, built_by="shoal.models.huggingface.build:players"):
     """Storage of the frozen weights under LoRA: 4, 2, about 1 or about 0.56 bytes each. int8 has a scale per row, nf4 (QLoRA's 4-bit type)
     one per 64 weights; embeddings and the output matrix are then bf16. Adapters, their gradients and the computation are unchanged."""
     layers: Literal["auto", "own", "original"] = "auto"
-    """Whose layers train: Shoal's own, which are faster and compute the same (Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2, Mixtral, Qwen2-MoE,
-    Qwen3-MoE, OLMoE), or those of transformers. auto: own where they compute the same, also under LoRA; a line at the start says why those of transformers are kept.
+    """Whose layers train: Shoal's own, which are faster and compute the same (Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2, Mixtral,
+    Qwen2-MoE, Qwen3-MoE, OLMoE), or those of transformers. auto: own where they compute the same, also under LoRA; a line at the start says
+    why those of transformers are kept.
     Exports are the same with both."""
 
 
