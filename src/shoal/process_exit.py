@@ -12,6 +12,8 @@ from typing import NoReturn
 
 DECLINED = 3
 """Exit code of a machine whose user did not agree to what a run asks of it."""
+PAUSED = 4
+"""Exit code of a worker that left because the user of its computer needs it."""
 
 
 def reader_is_gone() -> bool:

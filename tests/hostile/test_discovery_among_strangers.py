@@ -19,7 +19,8 @@ import pytest
 import zmq
 
 from shoal.cli import discovery as command
-from shoal.cli.join import _invitation, _parsed
+from shoal.cli.join import _parsed
+from shoal.cli.join_worker import _invitation
 from shoal.errors import ShoalError
 from shoal.launch.postgres.certificate import certificate_of
 from shoal.launch.side_processes import announced

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.join import chosen_name
+from shoal.cli.join_options import chosen_name
 from shoal.errors import ShoalError
 from shoal.protocol.messages import BadMessage, Join, header_of, parse
 from shoal.protocol.worker_names import is_worker_name, name_of, with_ending

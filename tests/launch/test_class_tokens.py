@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import join
+from shoal.cli import join, join_options
 from shoal.cli.output import quoted
 from shoal.errors import ShoalError
 from shoal.transports.database_address import parse
@@ -24,31 +24,31 @@ def asked(**given: str) -> argparse.Namespace:
 def test_a_token_needs_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text("from a file\n")
-    assert parse(join.typed(asked(token_file=str(file))).address).password == "from a file"
+    assert parse(join_options.typed(asked(token_file=str(file))).address).password == "from a file"
     monkeypatch.setenv("SHOAL_TOKEN", "from the environment")
-    assert parse(join.typed(asked()).address).password == "from the environment"
+    assert parse(join_options.typed(asked()).address).password == "from the environment"
     monkeypatch.delenv("SHOAL_TOKEN")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("getpass.getpass", lambda prompt, stream: "typed")
-    assert parse(join.typed(asked()).address).password == "typed"
-    assert join.typed(asked(address="tcp://h:1")).token == "typed"
+    assert parse(join_options.typed(asked()).address).password == "typed"
+    assert join_options.typed(asked(address="tcp://h:1")).token == "typed"
     with pytest.raises(ShoalError, match="--token-file"):
-        join.typed(asked(token_file=str(tmp_path / "none")))
+        join_options.typed(asked(token_file=str(tmp_path / "none")))
 
 
 def test_a_token_file_that_other_users_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "token"
     file.write_text("mine\n")
     file.chmod(0o600)
-    assert join.typed(asked(token_file=str(file), address="tcp://h:1")).token == "mine"
+    assert join_options.typed(asked(token_file=str(file), address="tcp://h:1")).token == "mine"
     assert capsys.readouterr().err == ""
     file.chmod(0o640)
-    assert join.typed(asked(token_file=str(file), address="tcp://h:1")).token == "mine"
+    assert join_options.typed(asked(token_file=str(file), address="tcp://h:1")).token == "mine"
     assert f"chmod 600 {file}" in capsys.readouterr().err
 
 
 def test_the_pin_survives_the_way_from_the_line_to_the_connection() -> None:
-    assert parse(join.typed(asked(token="t")).address).options == "pin=acaefe20e847802e276561bc0a9b825c"
+    assert parse(join_options.typed(asked(token="t")).address).options == "pin=acaefe20e847802e276561bc0a9b825c"
 
 
 def test_zsh_and_powershell_leave_the_line_as_it_is() -> None:
@@ -64,7 +64,7 @@ def test_a_wrong_token_is_asked_for_again_at_a_terminal(
     arguments, tried = asked(address=address, token="wrong", stdin=False), []
 
     def work() -> int:
-        invitation = join.typed(arguments)
+        invitation = join_options.typed(arguments)
         tried.append(invitation.token or parse(invitation.address).password)
         if tried[-1] != "right":
             raise wrong_token(arguments.address)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal import TrainerConfig, train
-from shoal.cli.join import check_trust
+from shoal.cli.join_worker import check_trust
 from shoal.config.dialects import in_words_of
 from shoal.config.load import LoadedConfig, Override, resolve_data
 from shoal.errors import ShoalError

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shoal.cli.output import print_log
+from shoal.cli.main import print_log
 from shoal.errors import ShoalError
 from shoal.transports.addresses import is_listening
 from shoal.transports.database_address import is_address, parse

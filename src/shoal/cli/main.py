@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -102,6 +103,11 @@ def parser_of(command: str, description: str, epilog: str) -> argparse.ArgumentP
 def warn(text: str) -> None:
     """Print a warning on standard error."""
     print(f"warning: {text}", file=sys.stderr)
+
+
+def print_log(text: str) -> None:
+    """Print a line with the time on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def run_subcommand(command: str, help: str, subcommands: Mapping[str, Callable[[list[str]], int]], argv: list[str]) -> int:

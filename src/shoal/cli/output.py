@@ -7,7 +7,6 @@ import signal
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
     from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.training.loop import TrainingLoop
     from shoal.transports.addresses import Address
-
-
-def print_log(text: str) -> None:
-    """Print a line with the time on standard error."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def download(what: str, done: int, total: int | None) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.discovery import add_announce_option
-from shoal.cli.join import add_ask_option, add_data_option, add_token_options, agreed, check_trust, chosen_name, typed
-from shoal.cli.main import parser_of
+from shoal.cli.join_options import add_ask_option, add_data_option, add_token_options, agreed, chosen_name, typed
+from shoal.cli.join_worker import check_trust
+from shoal.cli.main import parser_of, print_log
 from shoal.cli.options import add_listening_options, add_plugin_option, load_plugins
-from shoal.cli.output import print_log
 from shoal.config.environment import keep_hub_token_back
 from shoal.config.load import Override, parse_override
 from shoal.config.received import Permissions

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.discovery import announced
 from shoal.cli.engine_processes import as_rank, as_stage, gather, ignore_signals, start_ranks
-from shoal.cli.main import report
+from shoal.cli.main import print_log, report
 from shoal.cli.options import load, slowdowns
-from shoal.cli.output import download, print_log, print_secret, show_invitation, show_outcome, show_when_open, stopping_on_signals
+from shoal.cli.output import download, print_secret, show_invitation, show_outcome, show_when_open, stopping_on_signals
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place

@@ -14,9 +14,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from shoal.cli.discovery import add_announce_option, announced
-from shoal.cli.main import warn
+from shoal.cli.main import print_log, warn
 from shoal.cli.options import add_public_address_option, parse_with_plugins
-from shoal.cli.output import handling_signals, print_log, show_nodes
+from shoal.cli.output import handling_signals, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed, to_tell

@@ -193,7 +193,7 @@ class Coordinator:
             case Claim() | GiveBack() | Fail():
                 self._on_unit_request(turn, event.caller, asked, worker)
             case Leave():
-                self.lifecycle.remove(turn, worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
+                self.lifecycle.leave(turn, worker, printable(asked.reason))
                 self.replies.send(turn, event.caller, {"kind": "goodbye"}, worker)
 
     def _on_heartbeat(self, turn: Turn, caller: Any, asked: Heartbeat, worker: Member) -> None:

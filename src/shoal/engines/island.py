@@ -175,6 +175,10 @@ class Island(IslandProcess):
     def leave(self) -> None:
         self._send(IslandCommand.LEAVE)
 
+    @property
+    def keeps_partial_rounds(self) -> bool:
+        return self.checkpoints.keeps_partial_rounds
+
     # --- the data ----------------------------------------------------------------------------------
 
     def open_feed(self, seat: int, epoch: int, position: int) -> IslandFeed:

@@ -7,6 +7,7 @@ leaves when its standard input is closed, so none is left behind whatever happen
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -23,6 +24,7 @@ from shoal.files import open_file
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, last_line, pause_s, shared_cores
 from shoal.launch.waiting import wait_until
+from shoal.protocol.messages import PAUSED
 from shoal.scheduling.task_stages import stage_shares
 from shoal.transports.addresses import interface_of
 
@@ -167,6 +169,12 @@ class LocalRanks:
                 forkserver.write_line(process, self.secret)
         return process
 
+    def pause(self, reason: str) -> None:
+        """Let the first process leave for a while, with all others."""
+        if self.processes and self.processes[0].poll() is None:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                forkserver.write_line(self.processes[0], json.dumps({"pause": reason.removeprefix(PAUSED)}))
+
     def stop(self, number: int) -> None:
         """Pass a signal on to one process. It informs the others, and all stop after the same step."""
         if self.processes and self.processes[0].poll() is None:
@@ -227,8 +235,10 @@ class LocalIsland:
             self.gone()
             time.sleep(pause_s(time.monotonic() - started))
 
-    def stop(self) -> None:
-        """Ask the processes to leave soon. Any thread may call this."""
+    def stop(self, reason: str = "") -> None:
+        """Ask the processes to leave soon; for a while, if the reason says so. Any thread may call this."""
         self.stopping = True
-        if self.ranks is not None:
+        if self.ranks is not None and reason.startswith(PAUSED):
+            self.ranks.pause(reason)
+        elif self.ranks is not None:
             self.ranks.stop(signal.SIGTERM)

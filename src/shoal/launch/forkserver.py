@@ -39,7 +39,7 @@ _LOADED = (
     "zmq",
     "safetensors.torch",
     "shoal.cli.main",
-    "shoal.cli.join",
+    "shoal.cli.join_worker",
     "shoal.runs.worker_run",
     "shoal.runs.build_run",
     "shoal.runs.coordinator_setup",

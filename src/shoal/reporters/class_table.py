@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema.updates import Privacy
 from shoal.errors import printable
+from shoal.protocol.messages import PAUSED
 from shoal.reporters.text_status import CELLS, Cells, in_columns
 
 if TYPE_CHECKING:
@@ -63,9 +64,9 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
 
 
 def _state(worker: Mapping[str, Any]) -> str:
-    """What a worker does, whether it is connected, and its reason for leaving."""
+    """What a worker does, whether it is connected, and its reason for leaving or pausing."""
     state = printable(str(worker["state"]))
-    if worker["alive"] or (worker["left_at"] and state.startswith("left: ")):
+    if worker["alive"] or (worker["left_at"] and state.startswith(("left: ", PAUSED))):
         return state
     return "left" if worker["left_at"] else "gone"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.config.schema.updates import Privacy
+from shoal.protocol.messages import PAUSED
 
 _LOUD = ("loss", "accuracy", "perplexity", "score", "kl", "discriminator_loss", "generator_loss")
 
@@ -85,7 +86,8 @@ def _joined(row: Mapping[str, Any]) -> str:
 
 
 def _last_seen(row: Mapping[str, Any]) -> str:
-    return f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] not in ("gone", "left") else "-"
+    here = row["state"] not in ("gone", "left") and not str(row["state"]).startswith(PAUSED)
+    return f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and here else "-"
 
 
 def counted(counts: Mapping[str, int]) -> str:

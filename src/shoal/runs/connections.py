@@ -21,7 +21,7 @@ from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.files import make_folder, read_file, write_file
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import STOPPED, Frames
+from shoal.protocol.messages import PAUSED, STOPPED, Frames
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
@@ -83,6 +83,12 @@ class JoinOptions(NamedTuple):
     """Workers behind this one, if it is a relay."""
     state: Path | None = None
     """Folder for the worker's checkpoints and key; None: no checkpoints, and the key is saved in the user's state folder."""
+    checkpoints: Path | None = None
+    """Folder for the worker's checkpoints, where they are not kept beside the key; None: `state`."""
+    memory_bytes: int | None = None
+    """Memory that the worker may use; None: what is free on this machine."""
+    route: Callable[[str], str] = str
+    """Returns the address to connect to in place of another one: a forwarder that limits the upload."""
 
     @property
     def folder(self) -> Path:
@@ -92,6 +98,11 @@ class JoinOptions(NamedTuple):
     def key_file(self, name: str) -> WorkerKeyFile:
         run = f"{self.token}\0{self.key}" if self.token else self.address
         return WorkerKeyFile(self.folder / f"identity-{hashlib.sha256(run.encode()).hexdigest()[:16]}-{name}")
+
+    @property
+    def guest_folder(self) -> Path:
+        """Where a worker that gives way to its computer's user keeps the steps of a round, and what its user agreed to."""
+        return self.folder / self.key_file(self.name or "").path.name.replace("identity", "volunteer", 1)
 
     def own_key(self) -> Identity:
         """The key that identifies this worker."""
@@ -112,6 +123,11 @@ def _losing() -> Iterator[None]:
 def _plain(said: str) -> str:
     """The text with `?` for every character that the database refuses: anything but printable ASCII."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in said)[:_LONGEST_STATE]
+
+
+def _last_state(reason: str) -> str:
+    """The state that the database keeps of a worker that leaves with a reason."""
+    return _plain(reason if reason.startswith(PAUSED) else f"left: {reason}")
 
 
 class TransportConnection:
@@ -332,9 +348,14 @@ class DatabaseConnection:
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["reason"]:
-            self.desk.heartbeat(_plain(f"left: {header['reason']}"), self._figures)
+            self.desk.heartbeat(_last_state(header["reason"]), self._figures)
         self.desk.leave()
         return CoordinatorAnswer({"kind": "goodbye"}, ())
+
+    def leave_beside(self, reason: str) -> None:
+        """Leave over the connection of the heartbeats, while another thread uses the other one."""
+        self.desk.heartbeat(_last_state(reason), self._figures)
+        self.desk.leave_beside()
 
 
 WorkerConnection = TransportConnection | DatabaseConnection
@@ -348,8 +369,11 @@ def connect_worker(options: JoinOptions, tell: Callable[[str], None]) -> tuple[W
 
         # The worker's own database role, which is created where the address names the class's role
         address = own_access(parse(address), options.name, options.folder, options.patience_s, tell).address
+        address = options.route(address)
         if (board := _board(address, options, tell)) is not None:
             return board, board
+    else:
+        address = options.route(address)
     return TransportConnection(address, options.token, options.key), TransportConnection(address, options.token, options.key)
 
 

@@ -115,13 +115,18 @@ class JoinedWorker:
 
     def _join(self) -> Message:
         self.sender.exchange()
-        check_welcome(self.protocol.welcome, free_memory(torch.device("cpu")))
+        check_welcome(self.protocol.welcome, self._usable_memory())
         self.connections[0].allow(4 * self.protocol.welcome["size"] + (1 << 20))
         if self.options.name is None:
             self._save_key(self.name)
         elif self.name != self.options.name:
             self.sender.report(f"another worker of this run is called {self.options.name}, so this one is {self.name}")
         return Message(self.protocol.welcome, tuple(self.protocol.welcome_frames))
+
+    def _usable_memory(self) -> int | None:
+        """Memory that this worker may use."""
+        known = [amount for amount in (free_memory(torch.device("cpu")), self.options.memory_bytes) if amount is not None]
+        return min(known, default=None)
 
     def _announce_experts(self, experts: tuple[int, ...]) -> None:
         """Announce the experts that this worker holds. The coordinator's answer gives the size of this worker's weights."""
@@ -211,9 +216,10 @@ class JoinedWorker:
 
     def asked(self) -> JoinSummary:
         """What the coordinator asks of this machine."""
-        files = [str(path) for path in (self.options.receipts, self.options.state) if path is not None]
+        options = self.options
+        files = [str(path) for path in (options.receipts, options.state, options.checkpoints) if path is not None]
         written = f"this worker's key and what it keeps in {', '.join(files) or self.options.folder}"
-        return summary_of(self.run, self.welcome.header["size"], free_memory(torch.device("cpu")), [written], sent=self._is_sent_images)
+        return summary_of(self.run, self.welcome.header["size"], self._usable_memory(), [written], sent=self._is_sent_images)
 
     @property
     def _is_sent_images(self) -> bool:
@@ -225,6 +231,8 @@ class JoinedWorker:
         try:
             if not self.protocol.stopping:
                 self.worker.work()
+            else:
+                self._say_goodbye()
             if self.protocol.done and tells_end:
                 self.sender.report(how_it_ended(self.protocol.outcome, lesson=isinstance(self.connections[0], DatabaseConnection)))
             if self.island is not None:
@@ -237,9 +245,12 @@ class JoinedWorker:
 
     def leave(self) -> None:
         """Leave the run without having worked."""
+        self._say_goodbye()
+        self.close()
+
+    def _say_goodbye(self) -> None:
         self.protocol.leave()
         self.sender.exchange()
-        self.close()
 
     def refuse(self, problem: BaseException) -> None:
         """Leave the run, and report the problem to the coordinator."""
@@ -258,9 +269,26 @@ class JoinedWorker:
             self.island = self.worker = None
             worker_world.close()
 
-    def stop(self) -> None:
-        """Leave after this step; within seconds, if the coordinator does not answer any more."""
-        self.protocol.stop()
+    def leave_at_once(self) -> None:
+        """Leave while this worker's thread computes or sends: what it holds goes back to the run. The process must end now. Any thread may
+        call this."""
+        farewell, connection = self.protocol.farewell(), self.connections[0]
+        with contextlib.suppress(ShoalError, ConnectionLostError):
+            if isinstance(connection, DatabaseConnection):
+                return connection.leave_beside(farewell.reason)
+            beside = TransportConnection(self.options.route(self.options.address), self.options.token, self.options.key)
+            try:
+                beside.call(header_of(farewell), (), _GONE_S)
+            finally:
+                beside.close()
+
+    def has_left(self, within_s: float) -> bool:
+        """Wait until the worker has left and closed its connections; whether it did within this time."""
+        return self._closed.wait(within_s)
+
+    def stop(self, reason: str = "") -> None:
+        """Leave after this step; within seconds, if the coordinator does not answer any more. `reason`: for the run's owner."""
+        self.protocol.stop(reason)
         self.connections[0].wake()
         self._stopping.set()
 
@@ -279,7 +307,7 @@ class JoinedWorker:
         connection = self.connections[0]
         if isinstance(connection, DatabaseConnection):
             return connection.desk.is_answered()
-        probe = TransportConnection(self.options.address, self.options.token, self.options.key)
+        probe = TransportConnection(self.options.route(self.options.address), self.options.token, self.options.key)
         heartbeat = self.protocol.heartbeat("leaving", self._figures())
         try:
             probe.call(header_of(heartbeat), (), _PROBE_S)
@@ -380,7 +408,7 @@ def _checkpoints(parts: RunParts, strategy: Policies, options: JoinOptions, name
     )
     return WorkerCheckpoints(
         parts.engine,
-        options.state / own if options.state else None,
+        place / own if (place := options.checkpoints or options.state) else None,
         earlier / "workers" / name / own if earlier else None,
         due,
         settings.keep_last,
@@ -408,7 +436,7 @@ def report_gone(options: JoinOptions) -> None:
     """Report that the processes of a worker have ended. If the message is lost, the coordinator notices by the missing heartbeats."""
     with contextlib.suppress(ShoalError, ConnectionLostError):
         identity, name = options.own_key(), options.name or ""
-        connection = TransportConnection(options.address, options.token, options.key)
+        connection = TransportConnection(options.route(options.address), options.token, options.key)
         try:
             gone = Gone(name, identity.key)
             nonce = connection.call(header_of(gone), (), _GONE_S).header.get("nonce", "")

@@ -141,7 +141,7 @@ class LearnedUpdates:
 class _LearningWorker:
     """The producer's context for one virtual worker; nothing here waits."""
 
-    ranks, over = 1, False
+    ranks, over, stopping = 1, False, False
 
     def __init__(self, common: LearnedUpdates, false: bool) -> None:
         run, policies = common.parts.run, common.policies

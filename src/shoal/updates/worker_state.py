@@ -48,6 +48,10 @@ class PartialRound(NamedTuple):
 class WorkerCheckpoint(Protocol):
     """Saves a worker's state. `residual` is the part of the updates that the codec has not sent yet; restoring fills it."""
 
+    @property
+    def keeps_partial_rounds(self) -> bool:
+        """Whether there is a place for the steps of a round that the worker leaves."""
+
     def save(self, version: int, residual: Tensor | None) -> None: ...
     def restore(self, version: int, residual: Tensor | None) -> None: ...
     def steps_until_save(self, step: int) -> int:
@@ -65,6 +69,8 @@ class WorkerCheckpoint(Protocol):
 
 class NoWorkerCheckpoint:
     """For a worker that saves nothing."""
+
+    keeps_partial_rounds = False
 
     def save(self, version: int, residual: Tensor | None) -> None: ...
     def restore(self, version: int, residual: Tensor | None) -> None: ...

@@ -87,6 +87,10 @@ class ProducerContext(Protocol):
     def over(self) -> bool:
         """Whether the run is over, or the worker was asked to stop."""
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the worker was asked to stop, and the run is not over."""
+
     def await_answer(self) -> None:
         """Wait for the answer to the contribution that is under way, and apply it."""
 
@@ -192,6 +196,7 @@ class PseudoGradientProducer(Producer):
             if self.steps_done == self.sync_delay:
                 worker.await_answer()
             if worker.over or worker.feed is not feed:
+                self._keep_round(means, samples, feed)
                 return None
             if due and self.steps_done >= self.sync_delay:  # before that, the last round is not settled
                 saved = self._save_partial_round(means, samples)
@@ -223,6 +228,13 @@ class PseudoGradientProducer(Producer):
         where = "at the end" if partial.is_whole else "in the middle"
         worker.report(f"going on {where} of round {partial.began.version + 1}, after step {partial.steps} of {partial.inner_steps}")
         return partial.samples
+
+    def _keep_round(self, means: MetricMeans, samples: int, feed: Feed) -> None:
+        """Save the steps of a round that the worker leaves because it was stopped, so that it can go on with them when it returns."""
+        worker = self.worker
+        if worker.stopping and worker.feed is feed and self.steps_done > self.sync_delay and self.checkpoint.keeps_partial_rounds:
+            self._save_partial_round(means, samples)
+            worker.report(f"saved {self.steps_done} of {self.inner_steps} steps of round {worker.weights.version + 1}")
 
     def _save_partial_round(self, means: MetricMeans, samples: int) -> bool:
         worker = self.worker

@@ -189,7 +189,7 @@ class WorkerSession:
         """Whether the worker is ready to receive weights. Until then it is a member that is still preparing."""
         self.done = self.stopping = self.left = False
         self.pending, self._claims, self._leaves = None, False, False
-        self._reason = ""  # why the worker leaves before its time
+        self._reason = self._why_stopped = ""  # why the worker leaves before its time
         self._returns: list[GiveBack | Fail] = []
         self._number = self._beats = 0
         self._asking: WorkerRequest | None = None
@@ -231,12 +231,19 @@ class WorkerSession:
         self._returns.append(Fail("", 0, unit, self.redact(reason)[:LONGEST_REASON]))
 
     def leave(self, reason: str = "") -> None:
-        """Leave the run. `reason`: reported to the run's owner if the worker cannot continue."""
-        self._leaves, self._reason = True, self.redact(reason)[:LONGEST_REASON]
+        """Leave the run. `reason`: reported to the run's owner if the worker cannot continue; else the one that `stop` was given."""
+        self._leaves, self._reason = True, self.redact(reason or self._why_stopped)[:LONGEST_REASON]
 
-    def stop(self) -> None:
-        """Prepare to leave: from now on the session does not wait for rounds to close."""
+    def stop(self, reason: str = "") -> None:
+        """Prepare to leave: from now on the session does not wait for rounds to close. `reason`: reported to the run's owner."""
+        self._why_stopped = reason or self._why_stopped
         self.stopping = True
+
+    def farewell(self) -> Leave:
+        """A message with which another thread leaves the run while this session's own request, or the computing, does not end. This
+        session sends nothing afterwards."""
+        self.left = True
+        return Leave(self.session, self._number + 2, self.redact(self._why_stopped)[:LONGEST_REASON])
 
     def give_up(self) -> None:
         """Send no more requests: the coordinator does not answer, and the worker was asked to stop. Any thread may call this."""

@@ -160,6 +160,10 @@ class Worker:
         return self.protocol.done or self.protocol.stopping
 
     @property
+    def stopping(self) -> bool:
+        return self.protocol.stopping and not self.protocol.done
+
+    @property
     def feed(self) -> Feed:
         assert self._feed is not None
         return self._feed

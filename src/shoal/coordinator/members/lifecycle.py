@@ -12,7 +12,7 @@ from shoal.coordinator.turn import CoordinatorContext, Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
-from shoal.protocol.messages import PROTOCOL, Gone, Join
+from shoal.protocol.messages import PAUSED, PROTOCOL, Gone, Join
 
 _UNSEATED = -1
 
@@ -153,6 +153,13 @@ class MemberLifecycle:
             return turn.refuse(event.caller, *refusal)
         self.remove_by_name(turn, asked.name, "has lost a process, and starts again")
         return turn.emit(Reply(event.caller, {"kind": "goodbye"}))
+
+    def leave(self, turn: Turn, worker: Member, reason: str) -> None:
+        """A worker leaves by itself: for a while, if its computer's user needs it."""
+        if reason.startswith(PAUSED):
+            self.members.pause(worker.name, reason)
+            return self.remove(turn, worker, f"is {reason}", left=True)
+        return self.remove(turn, worker, f"left: {reason}" if reason else "left", left=True)
 
     def remove_by_name(self, turn: Turn, name: str, why: str) -> None:
         if (worker := self.members.by_name.get(name)) is not None:

@@ -2,7 +2,7 @@
 
 import { code } from "./charts.js";
 import { curves } from "./curves.js";
-import { clock, duration, fill, make, number, percent, spread } from "./words.js";
+import { clock, duration, fill, isAway, make, number, percent, spread } from "./words.js";
 
 const find = (id) => document.getElementById(id);
 const share = (value) => `${(100 * value).toFixed(1)} %`;
@@ -95,7 +95,7 @@ export class Classroom {
     const ledger = view.run.ledger, counted = view.time === null && ledger?.contributions ? ledger.samples_of : null;
     const rows = view.workers.map((row) => ({ ...row, did: (counted ? counted[row.worker] : row.samples || row.accepted) || 0 }));
     const whole = rows.reduce((sum, row) => sum + row.did, 0) || 1;
-    const count = this.over ? rows.length : rows.filter((row) => row.state !== "gone").length;
+    const count = this.over ? rows.length : rows.filter((row) => !isAway(row)).length;
     find("class-workers-title").textContent = `${count} ${count === 1 ? "laptop" : "laptops"} ${this.over ? "helped" : count === 1 ? "helps" : "help"}`;
     find("class-workers-card").hidden = !rows.length && !view.run.status?.strategy;
     rows.sort((one, other) => other.did - one.did || (one.worker < other.worker ? -1 : 1));
@@ -120,7 +120,7 @@ export class Classroom {
 }
 
 function laptop(row, share) {
-  const gone = row.state === "gone";
+  const gone = isAway(row);
   const meter = make("meter");
   meter.max = 1;
   meter.value = share;

@@ -4,7 +4,7 @@ import { bars, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
 import { curves } from "./curves.js";
 import { far } from "./svg.js";
-import { bytes, clock, counted, duration, fill, fillRows, followScrolling, make, number, percent, spread } from "./words.js";
+import { bytes, clock, counted, duration, fill, fillRows, followScrolling, isAway, make, number, percent, spread } from "./words.js";
 
 const COLUMNS = [
   ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "last message", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
@@ -128,7 +128,7 @@ export class Engineer {
   }
 
   showWorkers(view) {
-    const rows = view.workers.map((row) => (row.state === "gone" || row.state === "left" ? { ...row, heard_s: null } : row)), status = view.run.status ?? {};
+    const rows = view.workers.map((row) => (isAway(row) || row.state === "left" ? { ...row, heard_s: null } : row)), status = view.run.status ?? {};
     const card = this.card("workers", "Workers", rows.length > 0 || Boolean(status.strategy), true);
     if (card.table && far.has(card.body)) return;
     const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));
@@ -138,10 +138,10 @@ export class Engineer {
     const acts = this.owner.allowed && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
     const cellsOf = (row) => {
       const cells = shown.map(([name, , text]) => [text ? text(row[name]) : String(row[name] ?? "–"), name === "why" ? "bad" : ""]);
-      if (acts) cells.splice(1, 0, row.state === "gone" ? ["", ""] : () => this.owner.evictButton(row.worker));
+      if (acts) cells.splice(1, 0, isAway(row) ? ["", ""] : () => this.owner.evictButton(row.worker));
       return cells;
     };
-    const body = rows.slice(0, MOST_SHOWN).map((row) => [`${row.worker} ${acts && row.state === "gone"}`, row.state === "gone" ? "gone" : "", () => cellsOf(row)]);
+    const body = rows.slice(0, MOST_SHOWN).map((row) => [`${row.worker} ${acts && isAway(row)}`, isAway(row) ? "gone" : "", () => cellsOf(row)]);
     if (!card.table) this.prepareWorkers(card);
     this.showHeadings(card, shown, acts);
     fillRows(card.rows, body, shown.length + (acts ? 1 : 0));

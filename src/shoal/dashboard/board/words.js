@@ -5,6 +5,9 @@ const SEEN = 20, MARGIN = 5, LATER_MS = 150;
 /** Made once: making one for each number would take longer than drawing a chart. */
 const WHOLE = new Intl.NumberFormat("en");
 
+/** Whether a worker is not here: it has left, or its computer's user needs it. */
+export const isAway = (row) => row.state === "gone" || String(row.state).startsWith("paused: ");
+
 /** An element with a class and with texts or elements in it. */
 export function make(tag, className = "", ...content) {
   const node = document.createElement(tag);

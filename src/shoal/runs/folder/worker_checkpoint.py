@@ -59,6 +59,7 @@ class WorkerCheckpoints:
         self.engine = engine
         self.own = Checkpoints(folder, keep_last) if folder is not None else None
         self.halves = Checkpoints(folder / HALF, 1) if folder is not None else None
+        self.keeps_partial_rounds = folder is not None
         self.places = [Checkpoints(place, keep_last) for place in (folder, earlier) if place is not None]
         self.occasions, self.tell = occasions, tell
         self._half: Checkpoint | None = None

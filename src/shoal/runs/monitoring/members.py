@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver_interfaces import LeaseDatabase
 from shoal.errors import printable
+from shoal.protocol.messages import PAUSED
 
 _QUERY_EVERY_S = 1.0
 _MOST_NAMED = 5
@@ -35,11 +36,16 @@ class ArrivalNotices:
     def update(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """A sentence for each worker that joined or left since the last call."""
         before, self.present = self.present, frozenset(printable(str(row["name"])) for row in rows if row["alive"])
+        before -= {printable(str(row["name"])) for row in rows if _is_paused(row)}  # the database has noted these
         for names, what in ((self.present - before, "joined"), (before - self.present, "left")):
             if len(names) > _MOST_NAMED:
                 yield f"{len(names)} workers {what}"
             else:
                 yield from (f"{name} {what}" for name in sorted(names))
+
+
+def _is_paused(row: Mapping[str, Any]) -> bool:
+    return bool(row["left_at"]) and str(row["state"]).startswith(PAUSED)
 
 
 class MemberOverview:
@@ -65,6 +71,12 @@ class MemberOverview:
             for notice in self.arrivals.update(self.latest.rows):
                 self.tell(notice)
         return self.latest
+
+    def paused(self) -> dict[str, str]:
+        """Workers that left for a while, by their names, and why, as they said."""
+        if self.board is None:
+            return dict(self.coordinator.members.paused)
+        return {str(row["name"]): str(row["state"]) for row in self.latest.rows if _is_paused(row)}
 
     def figures(self) -> dict[str, Mapping[str, Any]]:
         """The figures of the last heartbeat of each worker that is here, by its name."""

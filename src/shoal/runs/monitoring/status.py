@@ -19,7 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
 from shoal.protocol.server import Traffic
-from shoal.runs.folder.run_reader import STATUS
+from shoal.runs.folder.run_reader import STATUS, clean_text
 from shoal.runs.monitoring.history import History
 from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.recorder import Recorder
@@ -164,15 +164,15 @@ class StatusWriter:
         return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Workers that have left, the last ones last."""
-        connected = {row["worker"]: row for row in rows}
+        """Workers that have left or paused, the last ones last."""
+        connected, paused = {row["worker"]: row for row in rows}, self.members.paused()
         self._gone |= {name: row | {"state": "gone"} for name, row in self._workers_before.items() if name not in connected}
         for name in connected:
             self._gone.pop(name, None)
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
         self._workers_before = connected
-        return list(self._gone.values())
+        return [row | {"state": clean_text(paused.get(name, "gone"))} for name, row in self._gone.items()]
 
 
 def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:

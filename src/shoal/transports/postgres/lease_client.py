@@ -204,6 +204,11 @@ class LeaseClient:
         """Return all leases and leave the run."""
         self._ask("SELECT shoal.leave_run(%b)", (self._secret,))
 
+    def leave_beside(self) -> None:
+        """Leave over the connection of the heartbeats, while another thread uses the other one."""
+        with self._beating:
+            self._heartbeats.run_once(lambda connection: connection.execute("SELECT shoal.leave_run(%b)", (self._secret,)))
+
     def _ask(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._working:
             return self._connection.run(

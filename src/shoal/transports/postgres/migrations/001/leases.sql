@@ -122,17 +122,18 @@ BEGIN
     UPDATE workers SET state = p_state, figures = p_figures::jsonb, seen_at = now(), left_at = NULL WHERE secret = p_secret;
 END $$;
 
--- Return all leases and leave. A worker that cannot go on has given the reason in its last heartbeat: it is kept, and the owner gets a note.
+-- Return all leases and leave. A worker that cannot go on, or leaves for a while, has given the reason in its last heartbeat: it is kept, and
+-- the owner gets a note.
 CREATE FUNCTION shoal.leave_run(p_secret uuid) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
     caller workers := worker_with_secret(p_secret);
 BEGIN
     PERFORM count_use(), requeue_units_of(caller.id, NULL, false);
-    IF caller.state LIKE 'left: %' AND caller.left_at IS NULL THEN
-        PERFORM add_note(caller.name || ' ' || caller.state);
+    IF caller.state ~ '^(left|paused): ' AND caller.left_at IS NULL THEN
+        PERFORM add_note(caller.name || CASE WHEN caller.state LIKE 'paused: %' THEN ' is ' ELSE ' ' END || caller.state);
     END IF;
-    UPDATE workers SET left_at = now(), seen_at = now(), state = CASE WHEN state LIKE 'left: %' THEN state ELSE 'left' END WHERE secret = p_secret;
+    UPDATE workers SET left_at = now(), seen_at = now(), state = CASE WHEN state ~ '^(left|paused): ' THEN state ELSE 'left' END WHERE secret = p_secret;
 END $$;
 
 -- --- rounds -------------------------------------------------------------------------------------------------
