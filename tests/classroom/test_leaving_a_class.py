@@ -98,6 +98,21 @@ def test_the_teachers_table_says_why_a_student_left(school: School, capsys: pyte
         assert "left: cannot read" in capsys.readouterr().out
 
 
+def test_the_teachers_table_and_status_say_why_a_student_pauses(school: School, capsys: pytest.CaptureFixture[str]) -> None:
+    with teaching(school) as coordinating:
+        options = JoinOptions(school.student.address, "", None, name="ben", state=school.folder / "ben")
+        joined = JoinedWorker(options, lambda text: None)
+        joined.stop("paused: its computer is in use")
+        joined.leave()
+        with connect(school.access) as connection:
+            view = look(connection)
+        assert view is not None
+        assert [row[:2] for row in worker_table(view.workers)[1:]] == [("ben", "paused: its computer is in use")]
+        assert school.ask("SELECT alive FROM shoal.worker_list") == [(False,)]
+        members = coordinating.loop.status.members
+        eventually(lambda: members.paused() == {"ben": "paused: its computer is in use"}, "the coordinator has read it")
+
+
 def test_a_teacher_pauses_a_class_and_shows_a_student_out_who_hears_why(school: School, capsys: pytest.CaptureFixture[str]) -> None:
     with teaching(school) as made:
         coordinator, folder = made.loop.coordinator, str(made.loop.directory.path)

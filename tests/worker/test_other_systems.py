@@ -23,8 +23,14 @@ CALLS = {
 LINUX = {"engines/deepspeed/disk.py"}
 """What DeepSpeed does on a disk, which it does on Linux only."""
 ROOMS = ("config", "data", "engines", "models", "scheduling", "strategies", "tasks", "transports/zeromq", "updates", "worker")
+ROOMS += ("launch/volunteer",)
 FILES = (
+    "cli/departure.py",
     "cli/join.py",
+    "cli/join_limits.py",
+    "cli/join_options.py",
+    "cli/join_watcher.py",
+    "cli/join_worker.py",
     "cli/main.py",
     "runs/worker_run.py",
     "runs/connections.py",

@@ -70,9 +70,9 @@ def linux_busy_s(file: Path = Path("/proc/stat")) -> float | None:
     try:
         fields = file.read_text(encoding="ascii").partition("\n")[0].split()
         user, nice, system, _, _, irq, softirq = map(int, fields[1:8])
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return None
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 _CPU_LOAD, _STATES = 3, 4

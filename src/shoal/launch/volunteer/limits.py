@@ -57,8 +57,9 @@ def _idle_class() -> list[str]:
 
 
 def _nicest() -> list[str]:
-    with suppress(OSError):
-        return [f"nice {os.nice(19)}"]
+    if hasattr(os, "nice"):
+        with suppress(OSError):
+            return [f"nice {os.nice(19)}"]
     return []
 
 

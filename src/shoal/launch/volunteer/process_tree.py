@@ -60,7 +60,8 @@ def _tree(pid: int, uses: dict[int, ProcessUse]) -> set[int]:
 
 
 def _linux_uses() -> dict[int, ProcessUse]:
-    tick_s, found = 1.0 / os.sysconf("SC_CLK_TCK"), dict[int, ProcessUse]()
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+    found = dict[int, ProcessUse]()
     for name in os.listdir(_PROC):
         if name.isdigit() and (fields := _STAT_FIELDS.search(_text(_PROC / name / "stat"))):
             parent, *ticks = map(int, fields.groups())
