@@ -31,7 +31,8 @@ def packed_llama(kind: str, variant: Variant = PLAIN, **settings) -> Gpt:
         with without_weights():
             return Gpt(schema.Gpt(**LLAMA | settings), 50, variant)
 
-    return PackedModel(make, plain.get_parameter, kinds_of(plain, kind, lambda name: None)).load(torch.device("cpu"))
+    kinds = kinds_of(plain, kind, lambda name: kind if "blocks" in name else None)
+    return PackedModel(make, plain.get_parameter, kinds).load(torch.device("cpu"))
 
 
 def use_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

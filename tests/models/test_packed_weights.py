@@ -8,7 +8,7 @@ import torch
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.packed import compiled, products
+from shoal.models.packed import compiled, layers, products
 from shoal.models.packed.formats import KINDS, PackedShape, kind_for, packed, unpacked
 from shoal.models.packed.layers import PackedLinear, arranged, byte_count, checked_kinds, number_count
 from shoal.models.packed.model import PackedModel, joint_kind, kinds_of
@@ -124,7 +124,8 @@ def packed_gpt(model: Gpt, kind: str, **settings) -> PackedModel:
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_computes_what_its_unpacked_weights_give(kind, tied):
+def test_a_packed_model_computes_what_its_unpacked_weights_give(kind, tied, monkeypatch):
+    monkeypatch.setattr(layers, "SMALL", 0)
     plain = small_gpt(tied_embeddings=tied)
     source = packed_gpt(plain, kind, tied_embeddings=tied)
     model = source.load(CPU)
@@ -141,7 +142,10 @@ def test_a_packed_model_computes_what_its_unpacked_weights_give(kind, tied):
     assert byte_count(model) < {"bf16": 0.6, "int8": 0.4, "int4": 0.35}[kind] * byte_count(plain)
 
 
-def test_tables_have_eight_bits_where_other_matrices_have_four():
+def test_tables_and_small_matrices_have_eight_bits_where_others_have_four(monkeypatch):
+    assert set(kinds_of(small_gpt(), "int4", lambda name: None).values()) == {"int8"}
+    assert set(kinds_of(small_gpt(), "int4", lambda name: "int4").values()) == {"int4"}, "codes that are there stay"
+    monkeypatch.setattr(layers, "SMALL", 0)
     kinds = kinds_of(small_gpt(tied_embeddings=False), "int4", lambda name: None)
     assert {name for name, kind in kinds.items() if kind == "int8"} == {"token_embedding.weight", "output.weight"}
     assert kind_for("int4", 48) == "int8"

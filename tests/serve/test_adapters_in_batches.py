@@ -117,7 +117,8 @@ def test_dora_is_computed_as_peft_computes_it(tmp_path):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("weights", "tolerance"), [("int8", 1e-3), ("int4", 0.03)])
-def test_an_adapter_beside_packed_weights_is_that_of_the_unpacked_ones(weights, tolerance, tmp_path):
+def test_an_adapter_beside_packed_weights_is_that_of_the_unpacked_ones(weights, tolerance, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.models.packed.layers.SMALL", 0)
     inner = base_model("llama")
     folder = write_adapter(tmp_path / "a", inner, 1, target_modules=ALL, use_dora=True)
     rounded = copy.deepcopy(inner)

@@ -10,6 +10,7 @@ import torch
 
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
+from shoal.models.packed import layers
 from shoal.models.packed.layers import PackedLinear, byte_count
 from shoal.models.packed.model import PackedModel, kinds_of
 from shoal.serve.load_model import open_served
@@ -54,6 +55,7 @@ def test_a_machine_that_is_unplugged_changes_no_token_of_a_packed_model(kind, mo
 
 
 def test_packed_bytes_are_sent_as_they_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(layers, "SMALL", 0)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model, _ = packed_gpt("int4")
     fetched, name = RemoteWeights(PackedStore(model).answer), "blocks.0.feed_forward.up.weight"
@@ -82,7 +84,8 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 @torch.inference_mode()
-def test_a_folder_is_held_as_the_setting_says(tmp_path):
+def test_a_folder_is_held_as_the_setting_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "SMALL", 0)
     saved_folder(tmp_path / "m", "llama", torch.bfloat16)
     exact = opened(tmp_path / "m", "fp32").model
     assert {one.dtype for one in exact.parameters()} == {torch.float32}

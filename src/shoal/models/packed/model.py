@@ -60,7 +60,8 @@ def kinds_of(model: nn.Module, weights: str, stored: Callable[[str], str | None]
     found: dict[str, str] = {}
 
     def kind_of(name: str, layer: nn.Module) -> str | None:
-        kind = stored(name) if weights == "auto" else None if weights == "fp32" else layer_kind(name, layer, weights)
+        as_stored = weights == "auto" or weights == stored(name)
+        kind = stored(name) if as_stored else None if weights == "fp32" else layer_kind(name, layer, weights)
         if kind is not None:
             found[name] = kind
         return None
