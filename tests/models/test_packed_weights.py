@@ -10,7 +10,7 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.packed import compiled, layers, products
 from shoal.models.packed.formats import KINDS, PackedShape, kind_for, packed, unpacked
-from shoal.models.packed.layers import PackedLinear, arranged, byte_count, checked_kinds, number_count
+from shoal.models.packed.layers import PackedLinear, arranged, byte_count, checked_kinds, number_count, pack_linear_layers
 from shoal.models.packed.model import PackedModel, joint_kind, kinds_of
 from shoal.models.stages import without_weights
 
@@ -172,3 +172,19 @@ def test_a_layer_keeps_its_bias_and_the_type_of_its_input():
     layer = PackedLinear(shape, bias)
     layer.weight = torch.nn.Parameter(packed(matrix(), "int8"), requires_grad=False)
     assert torch.equal(layer(torch.zeros(2, 3, 96, dtype=torch.bfloat16)), bias.bfloat16().expand(2, 3, 64))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_models_are_packed_but_for_their_output_matrix(tied):
+    model, ids = small_gpt(tied_embeddings=tied).eval(), torch.randint(0, 40, (3, 7), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        wanted, weight = model(ids), model.output_weight.clone()
+        assert pack_linear_layers(model, "auto") == 0
+        assert pack_linear_layers(model, "int8") == sum(one.numbers for one in shapes_of(model))
+        assert (model(ids) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+        assert torch.equal(model.output_weight, weight), "losses read it"
+    assert all(isinstance(one, PackedLinear) for name, one in model.named_modules() if name.endswith(("up", "query_key_value")))
+
+
+def shapes_of(model: Gpt) -> list[PackedShape]:
+    return [one.shape for one in model.modules() if isinstance(one, PackedLinear)]

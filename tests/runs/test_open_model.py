@@ -115,6 +115,11 @@ def test_generate_eval_and_serve_open_a_folder_of_hugging_face(tmp_path: Path, c
     assert main(["eval", "base", "--data", "rows.jsonl", "--format", "json", *short]) == 0
     found = json.loads(capsys.readouterr().out)["metrics"]["loss"]
     assert found == pytest.approx(mean_loss(tmp_path / "base", texts), rel=1e-4)
+    assert main(["eval", "base", "--data", "rows.jsonl", "--format", "json", "--weights", "int8", *short]) == 0
+    packed = json.loads(capsys.readouterr().out)["metrics"]["loss"]
+    assert packed == pytest.approx(found, rel=0.01)
+    assert packed != found
+    assert main(["generate", "base", "--weights", "int8", "--prompt", "the ", "--max-new-tokens", "4"]) == 0
     assert open_served(["base"], [], lambda text: None).name == "base"
     assert main(["generate", "nothing"]) == 2
     assert "no run or model at nothing" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.config import Run
 from shoal.config.schema.task import Dpo as Settings
 from shoal.tasks import MetricMeans
 from shoal.tasks.answer_logprobs import Reference
@@ -95,7 +96,7 @@ def batch_for(loss: str) -> dict[str, Tensor]:
 
 def task_for(loss: str, shift: float = 0.0) -> Any:
     """The task of a model that was initialised otherwise than it is now."""
-    task: Any = build(Settings(loss=loss, **CASES[loss]), None, {"model": SmallModel(-0.4)}, None)  # type: ignore[arg-type]
+    task: Any = build(Settings(loss=loss, **CASES[loss]), Run(), {"model": SmallModel(-0.4)}, None)  # type: ignore[arg-type]
     task.players["model"].load_state_dict(SmallModel(shift).state_dict())
     return task
 
@@ -114,7 +115,7 @@ def test_losses_and_gradients_are_those_of_trl(loss: str) -> None:
 @pytest.mark.parametrize("loss", list(CASES))
 def test_only_losses_that_compare_with_the_initial_model_keep_a_copy_of_it(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("shoal.tasks.dpo.Reference", lambda model: made.append(model) or Reference(model))
+    monkeypatch.setattr("shoal.tasks.dpo.Reference", lambda model, weights: made.append(model) or Reference(model, weights))
     task = task_for(loss)
     assert len(made) == (loss not in ("orpo", "simpo"))
     assert hasattr(task, "reference") == bool(made)

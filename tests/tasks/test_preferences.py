@@ -20,6 +20,7 @@ from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.layers.value_head import ScoreModel
 from shoal.models.moe import Moe
+from shoal.models.packed.layers import PackedLayer, byte_count
 from shoal.runs.export.folder import export
 from shoal.runs.trained_model import open_run
 from shoal.runs.training.train_alone import prepare
@@ -163,6 +164,17 @@ def test_lora_is_switched_off_for_the_reference_and_on_again_after_an_exception(
     with pytest.raises(RuntimeError, match="out of memory"):
         Reference(model).log_probs(PromptAnswers.of(pairs(), "chosen_"))
     assert model.on
+
+
+def test_the_reference_is_packed_as_the_settings_say_and_the_policy_is_not() -> None:
+    model, text = gpt(), PromptAnswers.of(pairs(), "chosen_")
+    wanted = Reference(model).log_probs(text)
+    packed = Reference(model, "int8").held(lambda network: network, model)
+    found = packed.log_probs(text)
+    assert 0 < float((found - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
+    assert not any(isinstance(one, PackedLayer) for one in model.modules())
+    assert packed._copy is not None
+    assert byte_count(packed._copy) < 0.6 * byte_count(model)
 
 
 def test_log_probs_at_a_temperature_are_those_of_scaled_logits() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.cli.generate import WEIGHTS
 from shoal.cli.main import warn
 from shoal.cli.options import MODEL_HELP, parse_with_plugins
 from shoal.config.load import Override, parse_override
@@ -41,6 +43,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--tasks", metavar="NAME,…", help="evaluate on these tasks of lm-eval instead")
     parser.add_argument("--task-folder", metavar="DIR", help="a folder with descriptions of further tasks of lm-eval")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N samples of each task of lm-eval")
+    parser.add_argument("--weights", choices=WEIGHTS, help="how matrices are held in memory (default: the run's setting)")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     arguments = parse_with_plugins(parser, argv)
@@ -54,7 +57,8 @@ def run(argv: list[str]) -> int:
 
 
 def _evaluate_data(arguments: argparse.Namespace) -> int:
-    evaluation = evaluate(arguments.run, arguments.data, [parse_override(text) for text in arguments.settings])
+    settings = [*arguments.settings, *([f"serving.weights={arguments.weights}"] if arguments.weights else [])]
+    evaluation = evaluate(arguments.run, arguments.data, [parse_override(text) for text in settings])
     if arguments.format == "json":
         print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "metrics": evaluation.metrics}, indent=2))
         return 0
@@ -69,7 +73,8 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     from shoal.runs.trained_model import open_model
 
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-    metrics = evaluate_tasks(lambda: open_model(arguments.run, warn), names, arguments.task_folder, arguments.limit)
+    opened = partial(open_model, arguments.run, warn, weights=arguments.weights)
+    metrics = evaluate_tasks(opened, names, arguments.task_folder, arguments.limit)
     if arguments.format == "json":
         print(json.dumps({"checkpoint": arguments.run, "tasks": metrics}, indent=2))
         return 0
@@ -81,6 +86,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
 
 def evaluate(target: str, other_data: str | None = None, overrides: list[Override] | None = None) -> CheckpointEvaluation:
     """Evaluate a model on its run's held-out data, or on all of other data. Raises ShoalError."""
+    from shoal.models.packed.layers import pack_linear_layers
     from shoal.runs.build_run import assemble
     from shoal.runs.trained_model import find_model, is_run, settings_of, weights_for_task
     from shoal.runs.training.initial_weights import run_folder_of
@@ -100,6 +106,7 @@ def evaluate(target: str, other_data: str | None = None, overrides: list[Overrid
         checkpoint = weights_for_task(found, parts.engine.task, warn)
         parts.engine.load_weights(checkpoint.weights)
         step, path = checkpoint.step, str(checkpoint.path)
+    pack_linear_layers(parts.engine.task.players["model"], run.serving.weights)
     limited = held_out or any(one.path.startswith("evaluation") for one in overrides)
     count, batches = _samples_of(parts, held_out, parts.run.evaluation.batches if limited else None)
     return CheckpointEvaluation(path, step, parts.data.info.name, count, held_out, parts.engine.evaluate(batches))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from shoal.cli.main import warn
 from shoal.cli.options import MODEL_HELP, parse_with_plugins
-from shoal.config.schema.serving import Decoding
+from shoal.config.schema.serving import Decoding, Serving
 from shoal.errors import ShoalError
 from shoal.files import writing
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 METHODS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
 """Decoding methods: the choices of `serving.decoding.active`."""
+WEIGHTS: tuple[str, ...] = get_args(get_type_hints(Serving)["weights"])
 _COMPARED = 3
 """Answers of each run that `--compare` shows."""
 
@@ -33,7 +34,7 @@ def run(argv: list[str]) -> int:
     if arguments.compare:
         _compare(arguments)
         return 0
-    trained = open_model(arguments.run, warn)
+    trained = open_model(arguments.run, warn, weights=arguments.weights)
     if arguments.grid:
         _draw(trained, arguments.grid)
     else:
@@ -52,6 +53,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--decoding", choices=METHODS, help="how a token is chosen (default: the run's setting)")
     parser.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weights", choices=WEIGHTS, help="how matrices are held in memory (default: the run's setting)")
     parser.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="save generated images as a PNG file (GAN)")
     arguments = parse_with_plugins(parser, argv)
     if bool(arguments.run) == bool(arguments.compare):
@@ -106,7 +108,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     names, columns = arguments.compare, []
     for name in names:
-        trained = open_model(name, warn)
+        trained = open_model(name, warn, weights=arguments.weights)
         columns.append(["".join(_pieces(trained, arguments, arguments.seed + number)) for number in range(_COMPARED)])
     print(f"prompt: {arguments.prompt}")
     for row in [tuple(names), *zip(*columns, strict=True)]:

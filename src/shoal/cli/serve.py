@@ -40,12 +40,14 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"serving needs {' and '.join(missing)}: pip install 'shoal[serve]'")
     overrides = [parse_override(text) for text in arguments.settings]
 
+    from shoal.freed_memory import return_large_blocks
     from shoal.runs.converted_models import demo_file
     from shoal.serve.model_pool import ModelPool
     from shoal.serve.model_targets import open_pool, open_target, read_targets
     from shoal.serve.server import require_key
 
     print("starting: the model is read; its addresses follow", file=sys.stderr, flush=True)
+    return_large_blocks()
     targets = read_targets([str(demo_file())] if arguments.demo else arguments.targets, arguments.adapter)
     if len(targets) > 1:
         _refuse_nodes(arguments)

@@ -146,7 +146,7 @@ def _with_rollouts(
     assert samples.info.tokenizer is not None
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
-    reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
+    reference = Reference(task.players["model"], run.serving.weights)  # before an engine cuts the networks into parts
     engine = _engine(run, task, device, steps, world, live)
     reward = reward_for(run, live)
     policy = cast("PolicyGradient", task)  # the only task that learns from answers

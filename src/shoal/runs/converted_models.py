@@ -61,17 +61,18 @@ def described(file: Path) -> Path:
     return _kept(file.stem, [file], lambda partial: _describe_gguf(file, partial), "described")
 
 
+def is_described(file: Path) -> bool:
+    """Whether that folder was made before."""
+    return _is_whole(_place(file.stem, [file], "described"))
+
+
 def _model_files(folder: Path) -> Iterator[Path]:
     yield from sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
 
 
 def _kept(name: str, sources: list[Path], convert: Callable[[Path], None], made: str = "converted") -> Path:
     """The folder that was made from these files, now or before. `made`: what of them is in it."""
-    digest = hashlib.sha256(f"{_CACHE_FORMAT}".encode())
-    for file in sources:
-        found = file.stat()
-        digest.update(f" {file.resolve()} {found.st_size} {found.st_mtime_ns}".encode())
-    folder = state_folder() / made / digest.hexdigest()[:12] / name
+    folder = _place(name, sources, made)
     if _is_whole(folder):
         return folder
     partial = folder.with_name(f".{folder.name}.partial")
@@ -86,6 +87,14 @@ def _kept(name: str, sources: list[Path], convert: Callable[[Path], None], made:
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
+
+
+def _place(name: str, sources: list[Path], made: str) -> Path:
+    digest = hashlib.sha256(f"{_CACHE_FORMAT}".encode())
+    for file in sources:
+        found = file.stat()
+        digest.update(f" {file.resolve()} {found.st_size} {found.st_mtime_ns}".encode())
+    return state_folder() / made / digest.hexdigest()[:12] / name
 
 
 def _is_whole(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
 from shoal.models.huggingface.as_gpt import named_as_in
+from shoal.models.packed.layers import pack_linear_layers
 from shoal.models.stages import load_tensors
 from shoal.runs.build_run import stream_text
 from shoal.runs.converted_models import converted
@@ -108,8 +109,16 @@ def _settings_of_run(target: str, warn: Callable[[str], None], overrides: Sequen
     return RunDirectory(root).config() if pushed else RunDirectory(root).config_as_written(warn)
 
 
-def open_model(target: str, warn: Callable[[str], None], *, to_write: bool = False) -> TrainedModel:
-    """The networks of everything that `find_model` finds; `to_write` as in `open_run`. Raises ShoalError."""
+def open_model(target: str, warn: Callable[[str], None], *, to_write: bool = False, weights: str | None = None) -> TrainedModel:
+    """The networks of everything that `find_model` finds; `to_write` as in `open_run`. `weights`: how matrices are held, see
+    `serving.weights`; null: as the run's settings say. Raises ShoalError."""
+    opened = _opened(target, warn, to_write)
+    if not to_write and "model" in opened.task.players:
+        pack_linear_layers(opened.task.players["model"], weights or opened.run.serving.weights)
+    return opened
+
+
+def _opened(target: str, warn: Callable[[str], None], to_write: bool) -> TrainedModel:
     found = find_model(target, warn)
     if is_run(Path(found)):
         return open_run(found, warn, to_write=to_write)

@@ -25,15 +25,14 @@ from shoal.models.gpt import Gpt
 from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.batched_lora import BatchedLora
 from shoal.models.huggingface.gguf_weights import GgufWeights
-from shoal.models.huggingface.gpt_description import keep_conversion, kept_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.packed.formats import HALF
 from shoal.models.packed.layers import pack_loaded
 from shoal.models.packed.model import PackedModel, joint_kind, kinds_of, stored_kind
 from shoal.models.stages import required_tensors
-from shoal.runs.converted_models import described
 from shoal.runs.trained_model import find_model, is_run, open_run, settings_of, side_texts_for
+from shoal.serve.conversion import conversion, described_file
 from shoal.serve.nodes.model_description import describe_gpt, describe_huggingface_model, describe_own_model, meta_model, model_maker
 from shoal.serve.nodes.weights import PackedStore, WeightStore
 from shoal.serve.tool_formats import ToolFormat, tool_format
@@ -151,8 +150,8 @@ def _gguf(file: Path, overrides: list[Override], warn: Callable[[str], None], no
     """The model of a GGUF file, whose weights are read as they are. None: it is another target, or must be converted."""
     if file.suffix != ".gguf" or not file.is_file():
         return None
-    header, folder = check_gguf(file), described(file)
-    run, own = settings_of(str(folder), warn, overrides), _conversion(folder)
+    header, folder = check_gguf(file), described_file(file)
+    run, own = settings_of(str(folder), warn, overrides), conversion(folder)
     if own is None:
         return None
     try:
@@ -267,7 +266,7 @@ def _gpt_of_folder(settings: Any) -> tuple[GptConversion, WeightStore] | None:
         return None
     for one in {folder, pretrained}:
         check_manifest(one)
-    if (own := _conversion(pretrained)) is None:
+    if (own := conversion(pretrained)) is None:
         return None
     if settings.num_layers is not None and settings.num_layers != own.settings.num_layers:
         layers = own.settings.num_layers
@@ -275,13 +274,6 @@ def _gpt_of_folder(settings: Any) -> tuple[GptConversion, WeightStore] | None:
     tensors = WeightStore.of_folder(folder, "inner.")
     names = (source for name in required_tensors(own.make()) for source in own.sources(name))
     return (own, tensors) if all(name in tensors for name in names) else None
-
-
-def _conversion(folder: Path) -> GptConversion | None:
-    """How our own layers compute the model of a folder. transformers is asked once for each configuration, and not imported again."""
-    if (own := kept_conversion(folder)) is None and (own := gpt_conversion(meta_model(folder))) is not None:
-        keep_conversion(folder, own)
-    return own
 
 
 def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:

@@ -17,8 +17,8 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface.adapters import CONFIG, read_adapters
 from shoal.models.huggingface.batched_lora import BatchedLora
 from shoal.models.huggingface.model import HuggingFace
-from shoal.runs.converted_models import described
 from shoal.runs.trained_model import find_model, settings_of
+from shoal.serve.conversion import described_file
 from shoal.serve.load_model import ServedModel, is_model, open_served
 from shoal.serve.model_pool import ModelPool, ModelSource
 from shoal.serve.serving_memory import adapter_bytes, estimated_bytes, memory_limit, too_large
@@ -161,7 +161,7 @@ def _settings(target: str, overrides: list[Override], warn: Callable[[str], None
     """Where a model is, and its settings; it is not loaded. Raises ShoalError where there is none, or where it is for several machines."""
     place = Path(target)
     if place.suffix == ".gguf" and place.is_file():
-        run = settings_of(str(described(place)), warn, overrides)
+        run = settings_of(str(described_file(place)), warn, overrides)
     elif _is_adapter(place):
         run = settings_of(read_adapters(place).base, warn, overrides)
     else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.models.packed.layers import pack_linear_layers
 from shoal.tasks.base import IGNORED, Batch, Loss, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of, output_of
 from shoal.tasks.language import READ_BESIDE
@@ -152,7 +153,9 @@ class PreferenceTask(Task):
 class Reference:
     """The reference model, which does not learn: a frozen copy of the initial model, or the model itself with LoRA switched off."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, weights: str = "auto") -> None:
+        """`weights`: how the copy's matrices are held: see `serving.weights`."""
+        self._weights = weights
         self._adapted = model if getattr(model, "has_adapters", False) else None
         self._copy: nn.Module | None = None
         if self._adapted is None:
@@ -167,7 +170,9 @@ class Reference:
     def held(self, hold: Callable[[nn.Module], nn.Module], model: Any) -> Reference:
         """The same, with the frozen copy where and as an engine holds networks; `model` is what learns, as the engine holds it."""
         other = self.beside(model)
-        other._copy = hold(self._copy) if self._copy is not None else None
+        if self._copy is not None:
+            other._copy = hold(self._copy)
+            pack_linear_layers(other._copy, self._weights)
         return other
 
     @torch.no_grad()

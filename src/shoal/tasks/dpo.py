@@ -28,8 +28,9 @@ Compared = tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]
 
 
 def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> PreferenceTask:
-    kinds: dict[str, type[Dpo | Kto | Orpo | SimPo]] = {"kto": Kto, "orpo": Orpo, "simpo": SimPo}
-    return kinds.get(task.loss, Dpo)(players, task)
+    if task.loss in ("orpo", "simpo"):
+        return (Orpo if task.loss == "orpo" else SimPo)(players, task)
+    return (Kto if task.loss == "kto" else Dpo)(players, task, run.serving.weights)
 
 
 class _AgainstReference(PreferenceTask):
@@ -37,9 +38,10 @@ class _AgainstReference(PreferenceTask):
 
     headline = "loss"
 
-    def __init__(self, players: dict[str, nn.Module], settings: schema.Dpo) -> None:
+    def __init__(self, players: dict[str, nn.Module], settings: schema.Dpo, weights: str = "auto") -> None:
+        """`weights`: of the reference."""
         self.players, self.settings = players, settings
-        self.reference = Reference(players["model"])
+        self.reference = Reference(players["model"], weights)
 
     def place_frozen(self, hold: Callable[[nn.Module], nn.Module]) -> None:
         self.reference = self.reference.held(hold, self.players["model"])

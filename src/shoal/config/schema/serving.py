@@ -77,8 +77,9 @@ class Serving(Section):
     others down gets no layers and stands by. even: every machine gets layers, equally many as far as its memory allows."""
     weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
     """How the model's matrices are held in memory and sent to machines. auto: as they are stored; bf16 stays bf16. int8: one scale per row;
-    int4: a scale and an offset for every 32 numbers, with token embedding and output matrix in int8. For models of the kinds gpt and
-    huggingface."""
+    int4: a scale and an offset for every 32 numbers, with token embedding, output matrix and small matrices in int8. For models of the
+    kinds gpt and huggingface. bf16, int8 and int4 are also for the linear layers of models that `generate` and `eval` open, of the frozen
+    reference model of dpo, kto and feedback, and of reward models and judges."""
     max_new_tokens: PositiveInt = 256
     """Longest answer, in tokens."""
     decoding: Decoding = Decoding()

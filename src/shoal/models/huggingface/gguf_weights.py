@@ -24,7 +24,7 @@ from shoal.untrusted.gguf_header import GgufHeader
 _HALF_PAIRS = ("qwen2", "qwen3")
 """Architectures whose files have rotary pairs (i, i + half), as transformers has them."""
 _FACTORS = "rope_freqs.weight"
-_ARCHITECTURES = ("llama", "gpt2", *_HALF_PAIRS)
+ARCHITECTURES = ("llama", "gpt2", *_HALF_PAIRS)
 
 
 class GgufWeights:
@@ -39,7 +39,7 @@ class GgufWeights:
         self.own = self._with_factors(own)
         self._fused = own.gpt2
         self._head_size = own.variant.head_size or own.settings.hidden_size // own.settings.num_heads
-        if header.architecture not in _ARCHITECTURES:
+        if header.architecture not in ARCHITECTURES:
             raise ShoalError(f"{file.name}: the tensors of {header.architecture or 'an unnamed architecture'} are not read as they are")
         self.skeleton = self.own.make()
         self.names = frozenset(required_tensors(self.skeleton))

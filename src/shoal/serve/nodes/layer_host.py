@@ -90,6 +90,7 @@ class LayerHost:
         self.loaded.pop(layers, None)
         names = {name for loaded in self.loaded.values() for name in required_tensors(loaded.stage)}
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
+        return_freed_memory()
 
     @torch.inference_mode()
     def copy_prefix(self, layers: LayerRange, request: int, other: int, length: int) -> None:

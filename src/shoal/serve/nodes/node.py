@@ -20,6 +20,7 @@ from shoal.config.received import Redactor
 from shoal.config.schema.cluster import Zmq
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.freed_memory import return_large_blocks
 from shoal.protocol.messages import Frame
 from shoal.runs.join_summary import summary_of_node
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
@@ -115,6 +116,7 @@ class NodeProcess:
             raise ShoalError(f"{self.server.address} serves no model: join it without --node")
         self.int8 = model.get("int8") is True
         device = choose_device("auto")
+        return_large_blocks()
         host = LayerHost(*model_maker(model, RemoteWeights(self._ask).get, device), device, self.slowdown)
         self.redact.sent = str(model)
         self.tell(f"the server asks of this machine:\n{summary_of_node(model, memory_for_layers(host.device))}")

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
+from shoal.freed_memory import return_freed_memory
 from shoal.models.packed.model import PackedModel
 from shoal.protocol.messages import Frame
 
 PIECE_BYTES = 8 << 20
 """Bytes of a tensor in one message."""
 _MOST_BYTES = 1 << 40
+_MOST_KEPT = 64 << 20
+"""Bytes of packed tensors that stay while they are sent: several machines ask for pieces of different tensors in turn."""
 _FLOATS, _INTEGERS = (torch.float32, torch.float64, torch.float16, torch.bfloat16), (torch.int64, torch.int8, torch.uint8)
 _IN_FILES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {str(one).removeprefix("torch."): one for one in (*_FLOATS, *_INTEGERS)}
@@ -39,11 +42,12 @@ def type_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def from_frame(frame: Frame, shape: Any, name: Any) -> Tensor:
+def from_frame(frame: Frame | bytearray, shape: Any, name: Any) -> Tensor:
     """The tensor in a frame. Raises ShoalError where its length does not match its shape."""
     if len(frame) != claimed_bytes(shape, name):
         raise ShoalError(f"{len(frame)} bytes are no tensor of shape {shape} and type {name}")
-    return torch.frombuffer(bytearray(frame), dtype=_TYPES[name]).view(shape)
+    owned = frame if isinstance(frame, bytearray) else bytearray(frame)
+    return torch.frombuffer(owned, dtype=_TYPES[name]).view(shape)
 
 
 def claimed_bytes(shape: Any, name: Any) -> int:
@@ -122,11 +126,12 @@ class WeightStore:
 
 
 class PackedStore(WeightStore):
-    """The tensors of a model with packed layers. The last one is kept: it is sent in pieces."""
+    """The tensors of a model with packed layers. Those that are being sent stay packed until their last piece is sent."""
 
     def __init__(self, model: PackedModel) -> None:
         super().__init__({})
-        self._model, self._last = model, ("", torch.empty(0))
+        self._model = model
+        self._packed: dict[str, Tensor] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._model.names
@@ -134,9 +139,19 @@ class PackedStore(WeightStore):
     def get(self, name: str) -> Tensor:
         if name not in self:
             raise ShoalError(f"the model has no tensor {name[:200]!r}")
-        if self._last[0] != name:
-            self._last = name, self._model.get(name)
-        return self._last[1]
+        if (tensor := self._packed.pop(name, None)) is None:
+            tensor = self._model.get(name)
+            while self._packed and tensor.nbytes + sum(one.nbytes for one in self._packed.values()) > _MOST_KEPT:
+                del self._packed[next(iter(self._packed))]
+        self._packed[name] = tensor
+        return tensor
+
+    def answer(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Frame, ...]]:
+        about, frames = super().answer(header)
+        if frames and len(frames[0]) < PIECE_BYTES:
+            self._packed.pop(str(header.get("name")), None)
+            return_freed_memory()
+        return about, frames
 
 
 class RemoteWeights:
@@ -161,14 +176,16 @@ class RemoteWeights:
         raw = self._kept(kept, digest) or self._receive(name, kept, digest, about)
         return from_frame(raw, about["shape"], about["type"])
 
-    def _kept(self, path: Path, digest: str) -> bytes | None:
+    def _kept(self, path: Path, digest: str) -> bytearray | None:
         try:
-            raw = path.read_bytes()
+            with path.open("rb") as file:
+                raw = bytearray(os.fstat(file.fileno()).st_size)
+                file.readinto(raw)
         except OSError:
             return None
         return raw if hashlib.sha256(raw).hexdigest() == digest else None
 
-    def _receive(self, name: str, path: Path, digest: str, about: Mapping[str, Any]) -> bytes:
+    def _receive(self, name: str, path: Path, digest: str, about: Mapping[str, Any]) -> bytearray:
         size, raw = claimed_bytes(about.get("shape"), about.get("type")), bytearray()
         while len(raw) < size:
             piece = self.ask({"kind": "tensor", "name": name, "start": len(raw)})[1]
@@ -182,7 +199,7 @@ class RemoteWeights:
             _write(path, raw)
         except OSError as error:
             raise ShoalError(f"the tensor {name} cannot be kept in {path.parent}: {error}") from None
-        return bytes(raw)
+        return raw
 
 
 def _write(path: Path, raw: bytearray) -> None:

@@ -16,6 +16,7 @@ from shoal.data.text.chat_template import ChatTemplate, RenderRequest, plain_tem
 from shoal.engines import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
+from shoal.models.packed.layers import pack_linear_layers
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.untrusted import huggingface
 
@@ -29,6 +30,7 @@ def build(settings: ClassifierReward, run: Run) -> Score:
     model, tokenizer = _loaded(settings.model, token)
     device = choose_device(run.training.device)
     model = model.to(device).eval()
+    pack_linear_layers(model, run.serving.weights)
     labels = int(model.config.num_labels)
     if (settings.label is None and labels != 1) or (settings.label or 0) >= labels:
         raise ShoalError(f"rlhf.reward.label: {settings.model} has {labels} labels: say which of them is to be probable, from 0 on")

@@ -18,6 +18,7 @@ from shoal.errors import ShoalError
 from shoal.models.generation.batch_sampling import pad_prompts
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import HuggingFace
+from shoal.models.packed.layers import pack_linear_layers
 from shoal.runs.rlhf.rewards.http import ask
 from shoal.runs.rlhf.rewards.interface import Answer, Score, filled
 from shoal.runs.trained_model import open_run
@@ -34,6 +35,7 @@ def build(settings: JudgeReward, run: Run) -> Score:
     if settings.address is not None:
         return ask(settings)
     model, tokenizer = _judge(settings, run)
+    pack_linear_layers(model, run.serving.weights)
     template = template_of(tokenizer, tokenizer.chat_time)
     words = [[tokenizer.encode(word) for word in same] for same in (_WORDS if template is None else _WORDS_OF_CHAT)]
     max_tokens = (getattr(model, "max_seq_len", None) or 4096) - max(len(word) for same in words for word in same)

@@ -14,6 +14,7 @@ from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding, collate
 from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import make_side_texts, side_text_columns
+from shoal.models.packed.layers import pack_linear_layers
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.runs.trained_model import open_run
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used
@@ -31,6 +32,7 @@ def build(settings: TrainedReward, run: Run) -> Score:
         raise ShoalError(f"rlhf.reward.run: the run at {settings.run} learned {trained.run.chosen_task.kind}, not reward")
     encoding = Encoding(tokenizer, trained.run.data.sequence_length or 128, "dynamic", template=template_of(tokenizer, tokenizer.chat_time))
     model = task.players["model"]
+    pack_linear_layers(model, run.serving.weights)
     device = next(model.parameters()).device
 
     finder = data.open_finder(trained.run, trained.passages, tokenizer) if trained.passages else None
