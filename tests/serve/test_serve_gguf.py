@@ -111,7 +111,7 @@ def test_a_file_whose_tensors_do_not_fit_is_refused(tmp_path):
         {"frequencies": [float("nan")] * 8},
         {"frequencies": [1.0]},
         {"variant": {}},
-        {"settings": {"kind": "moe"}},
+        {"settings": {"kind": "lstm"}},
         {"settings": None},
     ],
 )
