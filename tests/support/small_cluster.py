@@ -16,6 +16,7 @@ from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.training import Training
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
+from shoal.coordinator.durable.contribution_files import ContributionFiles
 from shoal.coordinator.effects import Effect, LedgerEntry, Note, Persist, Published, Reply, StopRun
 from shoal.coordinator.events import RequestReceived, Tick
 from shoal.coordinator.run_plan import RunPlan
@@ -127,10 +128,11 @@ class Cluster:
         learner: Any = None,
         heartbeat_s: float = 5.0,
         receipt_key: bytes = b"",
+        held_files: ContributionFiles | None = None,
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
         self.plan = RunPlan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
-        self.plan = self.plan._replace(pull_every=strategy.pull.every)
+        self.plan = self.plan._replace(pull_every=strategy.pull.every, held_files=held_files)
         self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
         self.now = 1000.0
         self.calls = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.config.schema.cluster import Host
 from shoal.config.schema.updates import Updates
+from shoal.coordinator.durable.contribution_files import ContributionFiles
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import Frames
 from shoal.scheduling import Matching
@@ -168,6 +169,9 @@ class RunPlan(NamedTuple):
     """Versions that may be made while a worker computes a unit; None: as many as the number of workers asks for."""
     rollouts: RolloutLearner | None = None
     """Handler for contributions that are rollouts; None in ordinary runs."""
+
+    held_files: ContributionFiles | None = None
+    """Where contributions wait as they were encoded; None: decoded in memory. Both give the same bits."""
 
     def data_seat(self, seat: int) -> int:
         """The seat among those of all relays: a relay's workers divide the data of its own seat."""

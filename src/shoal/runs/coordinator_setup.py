@@ -16,6 +16,7 @@ from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
+from shoal.coordinator.durable.contribution_files import ContributionFiles
 from shoal.coordinator.round_policies import WholeBlock
 from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
 from shoal.data.interfaces import Progress
@@ -23,6 +24,7 @@ from shoal.data.text.tokenizers.files import saved_files
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
+from shoal.engines.single import free_memory
 from shoal.errors import ShoalError
 from shoal.runs.build_run import assemble, expect_same_data, warn_reporters, write_run
 from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
@@ -110,6 +112,7 @@ def _coordinating(
     # Threads of this process have no address, so their run has no owner file
     owner = write_owner_file(directory.path, opened.invitation) if place.kind != "in-process" else ""
     plan = plan._replace(leased_elsewhere=opened.board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
+    plan = plan._replace(held_files=_held_files(run, plan, learner, directory, warn))
     coordinator = Coordinator(plan, agreed.policies, learner)
     loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened, reporters, welcome, _evaluation_device(run, warn))
     agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
@@ -123,6 +126,39 @@ def _coordinating(
     if warning:
         loop.message(warning)
     return ReadyCoordinator(loop, opened.invitation)
+
+
+def _held_files(
+    run: Run, plan: RunPlan, learner: EngineLearner, directory: RunDirectory, tell: Callable[[str], None]
+) -> ContributionFiles | None:
+    """Where contributions wait, if not in memory."""
+    wanted, decoded = run.coordinator.held_in, 4 * learner.vector.numel() * plan.expected
+    reason = _not_in_files(run, plan)
+    if wanted == "file" and reason:
+        raise ShoalError(f"coordinator.held_in: file: contributions of this run wait in memory, since {reason}")
+    memory = free_memory(torch.device("cpu"))
+    large = memory is not None and decoded > memory / 4
+    if wanted == "memory" or not (wanted or large):
+        return None
+    if reason:
+        tell(f"contributions of {plan.expected} workers take {decoded / 1e9:.1f} GB of memory until their round closes, since {reason}")
+        return None
+    tell(
+        f"contributions wait in files in {directory.path}: decoded, those of {plan.expected} workers would take {decoded / 1e9:.1f} GB "
+        "(coordinator.held_in)"
+    )
+    return ContributionFiles(directory.path)
+
+
+def _not_in_files(run: Run, plan: RunPlan) -> str:
+    """Why contributions of a run cannot wait in files; empty: they can."""
+    if plan.rollouts is not None:
+        return "they are answers"
+    if plan.experts is not None:
+        return "workers may hold some experts only"
+    if run.updates.memory:
+        return "updates.memory keeps a mean of each worker there"
+    return ""
 
 
 def agree(

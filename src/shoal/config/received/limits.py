@@ -171,7 +171,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("transport[postgres]", Limit.ANY, "poll_interval_s"),
     LimitedSettings("cluster", Limit.OWN, "server workers hosts"),
     LimitedSettings("cluster", Limit.ANY, "num_workers"),
-    LimitedSettings("coordinator", Limit.OWN, "trains metrics_port metrics_host state_path checkpoint_path"),
+    LimitedSettings("coordinator", Limit.OWN, "trains held_in metrics_port metrics_host state_path checkpoint_path"),
     LimitedSettings("coordinator", Limit.ANY, "heartbeat_interval_s telemetry_alpha joins_per_minute workers_at_once failures_per_worker"),
     LimitedSettings("coordinator", Limit.ANY, "devices_per_worker"),
     LimitedSettings("launch", Limit.OWN, "kind ssh ray slurm kubernetes"),

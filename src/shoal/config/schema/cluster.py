@@ -134,6 +134,10 @@ class Coordinator(Section):
     """Units in a row that a worker may fail while other workers succeed; then it is refused for ten minutes."""
     devices_per_worker: PositiveInt | None = None
     """Most devices that one worker's contributions may count for; null: 8, or launch.devices_per_node × launch.nodes."""
+    held_in: Literal["memory", "file"] | None = None
+    """Where contributions wait for their round: decoded in memory, or as they arrived in files, of which one is decoded at a time (rules
+    that compare contributions read a larger file). The weights are the same, bit for bit. null: in files if those of all expected workers
+    would take more than a quarter of the free memory."""
     metrics_port: Port | None = None
     """Port of the coordinator's Prometheus page, /metrics; null: none."""
     metrics_host: str = "127.0.0.1"

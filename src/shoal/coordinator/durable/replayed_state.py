@@ -27,7 +27,7 @@ same code. It knows neither time nor members.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import NoMixing
+from shoal.coordinator.durable.contribution_files import ContributionFiles
 from shoal.coordinator.durable.receipt_seal import digest_of
 from shoal.coordinator.effects import Effect, LedgerEntry, Published
 from shoal.coordinator.round_policies import CoordinatorPolicies
@@ -125,6 +126,9 @@ class ReplayedState:
         vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
             vector = self._decode_into_pool(size, body)
+        if self.plan.held_files is not None:  # it was checked, and is decoded again when its round closes
+            self._return_buffers([] if self.plan.updates.codec.kind == "none" else [vector])
+            vector = _NOTHING
         buffers = codecs.decode(codecs.PLAIN, extra, tail) if extra else _NOTHING
         return vector, buffers if self.plan.experts is None else self.plan.experts.checked(buffers)
 
@@ -145,6 +149,10 @@ class ReplayedState:
     def lease_fields(self, unit: int) -> dict[str, Any]:
         """Fields of a unit's lease besides its batches and epoch."""
         return {} if self.plan.rollouts is None else {"given": self.plan.rollouts.lease(*self._samples_of(unit))}
+
+    def _kept(self, frames: Frames) -> Frames:
+        """The frames, where contributions wait for their round."""
+        return frames if self.plan.held_files is None else self.plan.held_files.keep(frames)
 
     def _decode_into_pool(self, size: int, frames: Frames) -> Tensor:
         buffer = self._buffer(size)
@@ -171,10 +179,11 @@ class ReplayedState:
         """Apply a record, new or replayed. `decoded`: its frames, where they were decoded already."""
         match record["kind"]:
             case "accepted":
-                self._accept(HeldContribution(record, frames, *(decoded or self._decode_again(record, frames))))
+                decoded = decoded or self._decode_again(record, frames)
+                self._accept(HeldContribution(record, self._kept(frames), *decoded))
             case "held":
                 if not self.rounds.holds(record) and not (self.relayed is not None and self.relayed.holds(record)):
-                    self.rounds.hold(record["round"], HeldContribution(record, frames, *self._decode_again(record, frames)))
+                    self.rounds.hold(record["round"], HeldContribution(record, self._kept(frames), *self._decode_again(record, frames)))
             case "closed":
                 held = self.rounds.open.pop(record["round"]).held
                 return self._move_weights([held[worker, seq] for worker, seq in record["contributions"]])
@@ -337,6 +346,8 @@ class ReplayedState:
     def _combine(self, contributions: list[HeldContribution]) -> tuple[Tensor, Tensor, float]:
         """The combined update, the combined buffers, and the share of the update that counts."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
+        if self.plan.held_files is not None:
+            return self._combine_kept(contributions, self.plan.held_files)
         if len(contributions) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
             return self._alone(contributions[0]), contributions[0].buffers, contributions[0].record["share"]
         for contribution in contributions:
@@ -358,6 +369,52 @@ class ReplayedState:
         update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed, dropped)
         self._dropped = [contributions[index].record["worker"] for index in sorted(dropped)]
         return update, buffers, 1.0
+
+    def _combine_kept(self, contributions: list[HeldContribution], files: ContributionFiles) -> tuple[Tensor, Tensor, float]:
+        """The same, bit for bit, of contributions that wait encoded: one is decoded at a time, and rules that compare read a file."""
+        updates, size, is_mean = self.plan.updates, self._size_of(contributions[0]), self.plan.updates.aggregation.kind == "mean"
+        if len(contributions) == 1 and is_mean:
+            return self._decoded(contributions[0], self._mean_buffer(size)), contributions[0].buffers, contributions[0].record["share"]
+        rows = one_of_each_worker(contributions) if updates.compares else contributions
+        weights = torch.tensor([one.record["weight"] for one in rows], dtype=torch.float64)
+        buffers = self._combine_buffers(rows, weights)
+        if is_mean and isinstance(updates.mixing, NoMixing):
+            return self._mean_kept(contributions, weights, self._mean_buffer(size)), buffers, 1.0
+        stack, by_worker = files.rows(len(rows), size), grouped_by_worker(contributions) if updates.compares else [[one] for one in rows]
+        for row, group in zip(stack, by_worker, strict=True):
+            self._mean_kept(group, torch.tensor([one.record["weight"] for one in group], dtype=torch.float64), row)
+        dropped: set[int] = set()
+        seed = self.plan.seed + self.state.version
+        update, self.centre = aggregation.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed, dropped)
+        self._dropped = [rows[index].record["worker"] for index in sorted(dropped)]
+        return update, buffers, 1.0
+
+    def _size_of(self, contribution: HeldContribution) -> int:
+        span = self.plan.span(contribution.record["round"])
+        return self.learner.vector.numel() if span is None else span[1] - span[0]
+
+    def _decoded(self, contribution: HeldContribution, out: Tensor) -> Tensor:
+        """The vector of a contribution that waits encoded; in `out`, if it is not a view of its frames."""
+        frames = contribution.frames[:-1] if self.learner.buffers.numel() else contribution.frames
+        codec = self.plan.updates.codec
+        vector = codecs.borrow(codec, out.numel(), frames)
+        return codecs.decode(codec, out.numel(), frames, out=out) if vector is None else vector
+
+    def _mean_kept(self, contributions: list[HeldContribution], weights: Tensor, out: Tensor) -> Tensor:
+        """The mean of contributions that wait encoded, in `out`."""
+        one_decoded = self._buffer(out.numel())
+
+        def vectors() -> Iterator[Tensor]:
+            for contribution in contributions:
+                vector, share = self._decoded(contribution, one_decoded), contribution.record["share"]
+                yield vector if share == 1.0 else torch.mul(vector, share, out=one_decoded)
+
+        if len(contributions) == 1:
+            out.copy_(next(vectors()))
+        else:
+            aggregation.mean_one_by_one(vectors(), weights, out)
+        self._return_buffers([one_decoded])
+        return out
 
     def _alone(self, contribution: HeldContribution) -> Tensor:
         """The update of a single contribution."""
@@ -433,10 +490,14 @@ class ReplayedState:
 
 def one_of_each_worker(contributions: list[HeldContribution], episodes: EpisodeRows | None = None) -> list[HeldContribution]:
     """One row per worker, for rules that compare workers: several contributions of one worker are averaged by weight."""
+    return [group[0] if len(group) == 1 else _mean_of(group, episodes) for group in grouped_by_worker(contributions)]
+
+
+def grouped_by_worker(contributions: list[HeldContribution]) -> list[list[HeldContribution]]:
     by_worker: dict[str, list[HeldContribution]] = {}
     for contribution in contributions:
         by_worker.setdefault(contribution.record["worker"], []).append(contribution)
-    return [group[0] if len(group) == 1 else _mean_of(group, episodes) for group in by_worker.values()]
+    return list(by_worker.values())
 
 
 def _mean_of(contributions: list[HeldContribution], episodes: EpisodeRows | None) -> HeldContribution:

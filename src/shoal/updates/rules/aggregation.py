@@ -5,7 +5,8 @@ Some rules compute a weight for each contribution from pairwise distances, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -104,6 +105,21 @@ def mean_of_vectors(vectors: Sequence[Tensor], weights_N: Tensor, out: Tensor) -
 
     in_blocks(len(total), add_up)
     return out
+
+
+def mean_one_by_one(vectors: Iterable[Tensor], weights_N: Tensor, out: Tensor) -> Tensor:
+    """The same, bit for bit, with one of the vectors in memory at a time."""
+    total: Floats = out.numpy()
+    for number, (vector, share) in enumerate(zip(vectors, (weights_N / weights_N.sum()).to(torch.float32).numpy(), strict=True)):
+        in_blocks(len(total), partial(_add_block, total, vector.numpy(), share, number == 0))
+    return out
+
+
+def _add_block(total: Floats, row: Floats, share: np.float32, first: bool, start: int, end: int) -> None:
+    if first:
+        np.multiply(row[start:end], share, out=total[start:end])
+    else:
+        total[start:end] += np.multiply(row[start:end], share, out=scratch(end - start))
 
 
 def trimmed_mean(stack_ND: Tensor, trim_ratio: float) -> Tensor:
