@@ -1,4 +1,4 @@
-"""Environment variables that are not settings, and the cores of this machine."""
+"""Environment variables that are not settings, and the cores and the memory of this machine."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def coordinator_secrets() -> tuple[str, str] | None:
     """Join token and secret key of a new coordinator, if the process that started it has created them."""
     token, secret = os.environ.get("SHOAL_TOKEN"), os.environ.get("SHOAL_SECRET_KEY")
     return (token, secret) if token and secret else None
+
+
+def free_memory() -> int | None:
+    """Free bytes of this machine's memory; None where the system does not report them."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):  # not Linux: all memory, where the system reports that
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
 
 
 def has_screen() -> bool:

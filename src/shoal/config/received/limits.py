@@ -164,7 +164,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("updates.aggregation[multi-krum]", Limit.ANY, "select"),
     LimitedSettings("updates.aggregation[centered-clipping]", Limit.ANY, "radius iterations"),
     # --- machines: where a relay listens, what it starts and where it writes is its own
-    LimitedSettings("transport[zmq]", Limit.OWN, "host port"),
+    LimitedSettings("transport[zmq]", Limit.OWN, "host port uploads_at_once"),
     LimitedSettings("transport[zmq]", Limit.ANY, "connections connections_per_address"),
     LimitedSettings("transport[xmlrpc]", Limit.OWN, "host port"),
     LimitedSettings("transport[postgres]", Limit.OWN, "host port database user password"),

@@ -45,6 +45,10 @@ class Zmq(TcpTransport, built_by="shoal.transports.zeromq"):
     """Most connections to the coordinator; a worker has two. Fewer where the system allows fewer open files."""
     connections_per_address: PositiveInt = 2048
     """Most connections from one address; a school behind one router has one address. At most three quarters of `connections`."""
+    uploads_at_once: PositiveInt | None = None
+    """Messages of 32 MB and more that are on their way to the coordinator at a time, since it holds each in memory until it is whole; other
+    workers wait for a permit, which does not outlast a slow worker's turn by much. null: as many of the largest as a quarter of the free
+    memory holds, and 2 at least."""
 
 
 class XmlRpc(TcpTransport, built_by="shoal.transports.xmlrpc"):

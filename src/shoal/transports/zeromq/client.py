@@ -15,10 +15,13 @@ from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable, wrong_token
 from shoal.transports.wakeup import Wakeup
+from shoal.transports.zeromq import upload_permits
 from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Received, Socket, most_patience_s, receive, send, tune
 
 BROKEN_S = 2.0
 """Handshakes that break for so long are no accident, such as a coordinator that is starting behind a tunnel."""
+
+_PERMIT_ANSWER_S, _PERMIT_PATIENCE_S = 15.0, 60.0
 
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -87,18 +90,38 @@ class ZmqClient:
 
     def call(self, message: Message, timeout_s: float) -> Message:
         with self._calling:  # no other request may come between this one and its reply
-            deadline = time.monotonic() + timeout_s
-            self.post(message, timeout_s)
+            deadline = self._post(message, timeout_s)
             return self.answer(deadline - time.monotonic())
 
     def post(self, message: Message, timeout_s: float) -> None:
+        self._post(message, timeout_s)
+
+    def _post(self, message: Message, timeout_s: float) -> float:
+        """Send a request; returns when its answer must have come. The time in which a large one waits for a permit does not count."""
         with self._calling:
             self._expect_open()
-            self._number += 1
-            parts = wire.encode_request(message, self._number, self._limits)
+            parts = self._encoded(message)
             line = self._line = self._line or self._connect()
             with self._giving_up(line):
-                self._ask(line, parts, time.monotonic() + timeout_s)
+                if (size := wire.size_of(parts)) >= upload_permits.LARGE_BYTES:
+                    self._wait_for_permit(line, size)
+                    parts = self._encoded(message)  # the permit's answer had the number before
+                deadline = time.monotonic() + timeout_s
+                self._ask(line, parts, deadline)
+                return deadline
+
+    def _encoded(self, message: Message) -> list[Frame]:
+        self._number += 1
+        return wire.encode_request(message, self._number, self._limits)
+
+    def _wait_for_permit(self, line: _ClientSocket, size: int) -> None:
+        """Wait until the server lets a large message come, for a minute at most. Raises Unreachable if it does not answer."""
+        patience = time.monotonic() + _PERMIT_PATIENCE_S
+        while time.monotonic() < patience:
+            deadline = time.monotonic() + _PERMIT_ANSWER_S
+            self._ask(line, self._encoded(Message({"kind": upload_permits.KIND, "bytes": size})), deadline)
+            if self._answer(line, deadline).header != upload_permits.LATER:
+                return
 
     def answer(self, timeout_s: float) -> Message:
         with self._calling:

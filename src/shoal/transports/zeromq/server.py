@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils import z85
 
+from shoal.config.environment import free_memory
 from shoal.config.schema.cluster import Zmq
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
@@ -18,6 +19,7 @@ from shoal.transports.connection_limits import ConnectionLimiter
 from shoal.transports.interface import Guest, ListenOptions, Message, Request, Traffic
 from shoal.transports.request_rate import Rate, RateLimit
 from shoal.transports.wakeup import Wakeup
+from shoal.transports.zeromq import upload_permits
 from shoal.transports.zeromq.authentication import DOMAIN, Admits, ZapAuthenticator
 from shoal.transports.zeromq.byte_limits import ByteLimiter
 from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
@@ -56,6 +58,8 @@ class ZmqServer:
         limiter = ConnectionLimiter[int](settings.connections, settings.connections_per_address)
         admits = _require_credentials(self._socket, options.token, own, options.guests)
         self._authenticator = ZapAuthenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
+        at_once = settings.uploads_at_once or _uploads_in_memory(options.max_frame_bytes)
+        self._permits = upload_permits.UploadPermits(at_once, largest_message)
         self._poller = zmq.Poller()
         for source in (self._socket, self._wakeup):
             self._poller.register(source, zmq.POLLIN)
@@ -77,6 +81,8 @@ class ZmqServer:
                 requests += self._decoded(receive(self._socket, self._request_limits, addressed=True))
                 if self.traffic.received_bytes > enough:
                     break
+        for answer in self._permits.answers(time.monotonic()):
+            self._answer(answer.peer, answer.number, Message(answer.header))
         return requests
 
     def _decoded(self, received: Received) -> list[Request]:
@@ -101,7 +107,12 @@ class ZmqServer:
             self.traffic.refuse("too-fast")
             self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
             return []
-        return [Request(peer, number, message, _property(received.last, "User-Id"), _property(received.last, "Peer-Address"))]
+        address = _property(received.last, "Peer-Address")
+        if message.header.get("kind") == upload_permits.KIND:
+            self._permits.ask(peer, address, number, message.header.get("bytes"), time.monotonic())
+            return []
+        self._permits.finish(peer)
+        return [Request(peer, number, message, _property(received.last, "User-Id"), address)]
 
     def reply(self, request: Request, message: Message) -> None:
         self._answer(request.peer, request.number, message)
@@ -127,6 +138,11 @@ class ZmqServer:
         self._socket.close()
         self._context.term()
         self._wakeup.close()
+
+
+def _uploads_in_memory(size: int) -> int:
+    """How many messages of a size a quarter of the free memory holds, and two at least."""
+    return max(2, (free_memory() or 0) // 4 // size)
 
 
 def _require_key_beyond_loopback(hosts: Sequence[str], own: keys.Keys | None) -> None:
