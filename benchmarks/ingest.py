@@ -35,7 +35,7 @@ from processes import Helper, seconds_of
 from run import Row
 
 from shoal.config.load import ConfigFile, Override, resolve
-from shoal.protocol.frames import frame_of
+from shoal.protocol.frames import Frames, frame_of
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.connections import TransportConnection
 from shoal.runs.coordinator_run import CoordinatorLoop
@@ -258,8 +258,8 @@ def serve(given: dict[str, Any]) -> None:
 class WorkerDouble:
     """Says what a worker says, with the worker's own protocol, and computes nothing."""
 
-    def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
-        self.weights, self.protocol = weights, WorkerSession(None, {}, PROTOCOL, f"sender {os.getpid()}")
+    def __init__(self, invitation: dict[str, Any], weights: bool, number: int = 0) -> None:
+        self.weights, self.protocol = weights, WorkerSession(None, {}, PROTOCOL, f"sender {os.getpid()} {number}")
         line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
         self.courier = Sender(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
@@ -267,13 +267,12 @@ class WorkerDouble:
         """The newest version that it was told of."""
         self._exchange()  # joins, and pulls
         self.size: int = self.protocol.welcome["size"]
-        self.frame = frame_of((1e-4 * torch.randn(self.size)).numpy())
 
-    def contribute(self) -> None:
-        """Send the gradient as if it were of the newest weights, and wait until it is taken."""
+    def contribute(self, frames: Frames) -> None:
+        """Send a gradient as if it were of the newest weights, and wait until it is taken."""
         position = self.protocol.seq + 1
         made = Contribute("", 0, 0, self.version, 0, 32.0, 32, 0, position, 1, -1, {"loss": 1.0})
-        self.protocol.contribute(made, (self.frame,), pulls=self.weights)
+        self.protocol.contribute(made, frames, pulls=self.weights)
         statuses = [event.status for event in self._exchange() if isinstance(event, ContributionReceipt)]
         if statuses != ["accepted"]:
             raise RuntimeError(f"not accepted: {statuses}")
@@ -286,13 +285,14 @@ class WorkerDouble:
 
 def send(given: dict[str, Any]) -> None:
     sender = WorkerDouble(json.loads(sys.stdin.readline()), given["weights"])
+    frames = (frame_of((1e-4 * torch.randn(sender.size)).numpy()),)
     for _ in range(FIRST):
-        sender.contribute()
+        sender.contribute(frames)
     print(json.dumps(4 * sender.size), flush=True)
     span = Span(*json.loads(sys.stdin.readline()))
     answers = 0
     while time.time() < span.end:
-        sender.contribute()
+        sender.contribute(frames)
         answers += span.holds(time.time())
     print(json.dumps(answers), flush=True)
 
