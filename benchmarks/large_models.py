@@ -26,7 +26,12 @@ from shoal.config.load import ConfigFile, Override, resolve
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
 
-SIZES = {"small": ("[1024, 1024]", "1.1M"), "": ("[8192, 8192]", "67.7M"), "100m": ("[10240, 9216]", "95.2M"), "1b": ("[32768, 30720]", "1.01B")}
+SIZES = {
+    "small": ("[1024, 1024]", "1.1M"),
+    "": ("[8192, 8192]", "67.7M"),
+    "100m": ("[10240, 9216]", "95.2M"),
+    "1b": ("[32768, 30720]", "1.01B"),
+}
 """Hidden layers of an MLP on digits (64 inputs, 10 classes)."""
 WORKERS, ROUNDS = 8, 2
 CASES = (

@@ -37,6 +37,12 @@ FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank
 OWN = "model: {kind: huggingface, pretrained: gpt2, layers: own, "
 SHARED = "engine: {kind: fsdp, expert_parallel: 2}\n"
 BROKEN = [
+    ("held-in", "coordinator: {held_in: file}\nstrategy: {kind: diloco}\nmodel: {kind: moe}\n", ["coordinator.held_in", "model.kind"]),
+    (
+        "held-in",
+        "coordinator: {held_in: file}\nstrategy: {kind: syncps}\nupdates: {memory: 0.9}\n",
+        ["coordinator.held_in", "updates.memory"],
+    ),
     ("alerts", "alerts: {webhook: 'ftp://x/y'}\n", ["alerts.webhook"]),
     ("alerts", "alerts: {link: here}\n", ["alerts.link"]),
     ("alerts", "alerts: {email: {to: [ann]}}\n", ["alerts.email.to"]),

@@ -119,3 +119,18 @@ def selection_is_honest(settings: Settings, select: int | None, byzantine: int |
             f"multi-krum averages {select} of {rows}, and up to {byzantine} of them are false: at most {rows - byzantine} can be chosen"
         )
         settings.report("selection", message, "updates.aggregation.select", path, "updates.aggregation.byzantine")
+
+
+@rule("coordinator.held_in", "model.kind", "strategy.kind", "updates.memory")
+def contributions_can_wait_in_files(settings: Settings, held_in: str | None, model: str, strategy: str, memory: float | None) -> None:
+    if held_in != "file":
+        return
+    for wrong, path, why in (
+        (model == "moe", "model.kind", "a worker may hold some experts of a mixture only"),
+        (strategy == "rollouts", "strategy.kind", "rollouts are answers, not updates"),
+        (bool(memory), "updates.memory", "a mean of each worker's contributions stays in memory"),
+    ):
+        if wrong:
+            settings.report("held-in", f"these contributions cannot wait in files: {why}", "coordinator.held_in", path)
+    if strategy == "local":
+        settings.warn_no_effect("coordinator.held_in", "this run has no contributions", "strategy.kind")
