@@ -21,7 +21,10 @@ from shoal.transports.zeromq import ZmqClient
 from tests.support.postgres_server import Database
 from tests.support.servers import xmlrpc_server, zmq_server
 
-KINDS = ("in-process", "plain", "curve", "xmlrpc", "weather", "postgres")
+KINDS = ("in-process", "plain", "unshared", "curve", "xmlrpc", "weather", "postgres")
+"""ZeroMQ shares memory under `plain` and `curve`, where both ends are on this machine."""
+OPEN = ("plain", "unshared")
+"""Without encryption."""
 LIMIT = 10_000_000
 PATIENCE_S = 120.0
 """After this time something hangs. Much less passes where nothing does, also on a busy machine."""
@@ -55,7 +58,7 @@ class Harness:
         elif self.kind == "xmlrpc":
             server = xmlrpc_server(port=port, **options)
         else:
-            server = zmq_server(port=port, secret_key=None if self.kind == "plain" else KEYS.secret, **options)
+            server = zmq_server(port=port, secret_key=None if self.kind in OPEN else KEYS.secret, **options)
         self._stack.callback(server.close)
         return server
 
@@ -69,7 +72,8 @@ class Harness:
             client = XmlRpcClient(address, token=token, max_frame_bytes=limit)
         else:
             reached = self._through_the_weather(address) if self.kind == "weather" else address
-            client = ZmqClient(reached, token=token, server_key=None if self.kind == "plain" else key, max_frame_bytes=limit)
+            own_key, share = None if self.kind in OPEN else key, self.kind != "unshared"
+            client = ZmqClient(reached, token=token, server_key=own_key, max_frame_bytes=limit, share=share)
         self._stack.callback(client.close)
         return client
 

@@ -16,13 +16,29 @@ from shoal.transports import addresses, keys, wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable, wrong_token
 from shoal.transports.wakeup import Wakeup
 from shoal.transports.zeromq import upload_permits
-from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Received, Socket, most_patience_s, receive, send, tune
+from shoal.transports.zeromq.shared_frames import ClientMemory, room_for
+from shoal.transports.zeromq.sockets import (
+    LEAST_PATIENCE_S,
+    NOT_SHARED,
+    USER,
+    Received,
+    SharedRoom,
+    Socket,
+    most_patience_s,
+    port_of,
+    receive,
+    send,
+    tune,
+)
 
 BROKEN_S = 2.0
 """Handshakes that break for so long are no accident, such as a coordinator that is starting behind a tunnel."""
 
 _PERMIT_ANSWER_S, _PERMIT_PATIENCE_S = 15.0, 60.0
 
+_MOST_REFUSALS = 2
+"""After this number of refusals no memory is offered any more: one may be due to a connection that was made anew."""
+_MOST_UNANSWERED = 2
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -36,6 +52,8 @@ class _ClientSocket:
         self.connected = False
         self.broken_since: float | None = None
         self.unanswered_since: float | None = None
+        self.port: int | None = None
+        """This side's port, where the server is on this machine."""
         self._pollers = {wanted: zmq.Poller() for wanted in (zmq.POLLIN, zmq.POLLOUT)}
         for wanted, poller in self._pollers.items():
             poller.register(self.socket, wanted)
@@ -66,8 +84,10 @@ class ZmqClient:
         server_key: str | None,
         max_frame_bytes: int,
         local: str | None = None,
+        share: bool = True,
     ) -> None:
-        """`local`: the address of this machine to connect from, where it has several; null: as the system chooses."""
+        """`local`: the address of this machine to connect from, where it has several; null: as the system chooses. `share`: whether long
+        frames lie in shared memory where the server is a process of this machine."""
         target = addresses.parse(address)
         if server_key is None:
             _require_loopback(target.host)
@@ -87,6 +107,15 @@ class ZmqClient:
         self._patience_s = LEAST_PATIENCE_S
         self._calling = threading.RLock()
         self._closed = False
+        self._parts: list[Frame] = []
+        """The request that is under way."""
+        self._memory: ClientMemory | None = None
+        self._unanswered_memories: list[ClientMemory] = []
+        """Memory with requests that this client gave up: the server may still read them."""
+        self._longest_answer = 0
+        """Bytes of the long frames of the longest answer."""
+        self._refusals = 0 if share else _MOST_REFUSALS
+        """How often the server could not use the memory that this client offered."""
 
     def call(self, message: Message, timeout_s: float) -> Message:
         with self._calling:  # no other request may come between this one and its reply
@@ -177,22 +206,65 @@ class ZmqClient:
         self._follow(line, in_flight=False)
         while True:
             try:
-                send(line.socket, parts)
+                send(line.socket, parts, shared=self._share(line, parts))
+                self._parts = parts
                 line.unanswered_since = line.unanswered_since or time.monotonic()
                 return self.traffic.send(wire.size_of(parts))
             except zmq.Again:
                 self._wait(line, deadline, writing=True)
+
+    def _share(self, line: _ClientSocket, parts: list[Frame]) -> SharedRoom | None:
+        """Where the long frames of a request may lie, and those of its answer. The memory grows with the messages; it is never written to
+        while an older request may still be read from it."""
+        up, down = room_for(parts), self._longest_answer
+        if line.port is None or self._refusals >= _MOST_REFUSALS or not (up or down):
+            return None
+        memory = self._memory
+        if memory is None or memory.reference.port != line.port or len(memory.up) < up or len(memory.down) < down:
+            known = memory.reference if memory is not None else None
+            self._forget_memory()
+            try:
+                self._memory = memory = ClientMemory(max(up, known.up if known else 0), down, line.port)
+            except OSError:  # this system has no such memory, or no more of it
+                self._refusals = _MOST_REFUSALS
+                return None
+        return SharedRoom(memory.up, memory.name)
+
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _forget_unanswered(self, most: int) -> None:
+        while len(self._unanswered_memories) > most:
+            self._unanswered_memories.pop(0).close()
+
+    def _was_not_shared(self, line: _ClientSocket, answer: Message, deadline: float) -> bool:
+        """Whether the server could not read the request from shared memory. Then it is sent again, over the connection alone."""
+        if answer.header.get("kind") != "refused" or answer.header.get("reason") != NOT_SHARED:
+            return False
+        self._refusals += 1
+        self._forget_memory()
+        self._ask(line, self._parts, deadline)
+        return True
+
+    def _find_room(self, peer: bytes, reference: bytes | None, last: zmq.Frame) -> memoryview | None:
+        return None if self._memory is None else self._memory.down
 
     def _answer(self, line: _ClientSocket, deadline: float) -> Message:
         """The answer to this call; answers to calls that timed out are ignored."""
         while True:
             self._wait(line, deadline, writing=False)
             with contextlib.suppress(zmq.Again):
-                received = receive(line.socket, self._limits, addressed=False)
+                received = receive(line.socket, self._limits, self._find_room, addressed=False)
                 line.unanswered_since, self._patience_s = None, LEAST_PATIENCE_S
-                self.traffic.receive(wire.size_of(received.parts))
-                if found := self._matching(received):
-                    return found
+                if not (found := self._matching(received)) or not self._was_not_shared(line, found, deadline):
+                    self.traffic.receive(wire.size_of(received.parts))
+                    if found:
+                        self._longest_answer = max(self._longest_answer, room_for(received.parts))
+                        self._parts = []
+                        self._forget_unanswered(0)
+                        return found
 
     def _matching(self, received: Received) -> Message | None:
         try:
@@ -223,19 +295,24 @@ class ZmqClient:
     def _follow(self, line: _ClientSocket, *, in_flight: bool) -> None:
         """Handle the monitor's events. If the connection is lost while a request is in flight, no reply will come."""
         while line.events.poll(0):
-            event = recv_monitor_message(line.events)["event"]
+            told = recv_monitor_message(line.events)
+            event = told["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise wrong_token(self.address)
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise Refused(f"{self.address}: one side encrypts and the other does not, or something else listens there", "protocol")
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                line.port = port_of(told["value"])
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.connected, line.broken_since = True, None
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 line.broken_since = line.broken_since or time.monotonic()
                 if time.monotonic() - line.broken_since > BROKEN_S:
                     raise Unreachable(self._why(line))
             elif event == zmq.EVENT_DISCONNECTED and line.connected:
-                line.connected = False
+                line.connected, line.port = False, None
+                self._forget_memory()
+                self._forget_unanswered(0)
                 if in_flight:
                     raise Unreachable(f"the connection to {self.address} was lost before the answer came")
 
@@ -254,6 +331,10 @@ class ZmqClient:
 
         The two cannot be told apart, so patience doubles after each failure.
         """
+        if self._memory is not None:  # the server may still read the request from it, or write the answer to it
+            self._unanswered_memories.append(self._memory)
+            self._memory = None
+            self._forget_unanswered(_MOST_UNANSWERED)
         if line.connected and not self._closed:
             if time.monotonic() - (line.unanswered_since or math.inf) < self._patience_s:
                 return
@@ -267,6 +348,8 @@ class ZmqClient:
         self._closed = True
         self._wakeup.wake()
         with self._calling:
+            self._forget_memory()
+            self._forget_unanswered(0)
             if self._line:
                 self._line.close()
             self._context.term()

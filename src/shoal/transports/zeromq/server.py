@@ -22,7 +22,8 @@ from shoal.transports.wakeup import Wakeup
 from shoal.transports.zeromq import upload_permits
 from shoal.transports.zeromq.authentication import DOMAIN, Admits, ZapAuthenticator
 from shoal.transports.zeromq.byte_limits import ByteLimiter
-from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
+from shoal.transports.zeromq.shared_frames import ServerMemories
+from shoal.transports.zeromq.sockets import USER, NotShared, Received, SharedRoom, Socket, local_port, receive, send, tune
 
 BATCH, BATCH_BYTES = 64, 256 << 20
 """The most that one poll returns."""
@@ -47,6 +48,7 @@ class ZmqServer:
         self._limits = wire.Limits(options.max_frame_bytes)
         self._request_limits = wire.Limits(options.max_frame_bytes, REQUEST_HEADER_BYTES)
         self._rates = RateLimit(rate)
+        self._memories = ServerMemories(options.max_frame_bytes)
         self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(_IO_THREADS)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
@@ -74,11 +76,12 @@ class ZmqServer:
     def poll(self, timeout_s: float) -> list[Request]:
         if self._wakeup.fileno() in dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000)))):
             self._wakeup.clear()
+        self._memories.prune(time.monotonic())
         requests: list[Request] = []
         enough = self.traffic.received_bytes + BATCH_BYTES
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH):
-                requests += self._decoded(receive(self._socket, self._request_limits, addressed=True))
+                requests += self._decoded(receive(self._socket, self._request_limits, self._find_room, addressed=True))
                 if self.traffic.received_bytes > enough:
                     break
         for answer in self._permits.answers(time.monotonic()):
@@ -99,7 +102,8 @@ class ZmqServer:
                 raise wire.Malformed("a long header from a peer that sends too much", "too-fast")
             number, message = wire.decode(parts, self._request_limits)
         except wire.Malformed as problem:
-            self.traffic.refuse(problem.reason)
+            if not isinstance(problem, NotShared):
+                self.traffic.refuse(problem.reason)
             if isinstance(problem, wire.Oversized) and admitted:
                 self._answer(peer, problem.number, wire.refusal(problem.reason, str(problem)))
             return []
@@ -107,6 +111,7 @@ class ZmqServer:
             self.traffic.refuse("too-fast")
             self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
             return []
+        self._memories.note_call(peer, number)
         address = _property(received.last, "Peer-Address")
         if message.header.get("kind") == upload_permits.KIND:
             self._permits.ask(peer, address, number, message.header.get("bytes"), time.monotonic())
@@ -117,10 +122,15 @@ class ZmqServer:
     def reply(self, request: Request, message: Message) -> None:
         self._answer(request.peer, request.number, message)
 
+    def _find_room(self, peer: bytes, reference: bytes | None, last: zmq.Frame) -> memoryview | None:
+        memory = self._memories.find(peer, reference, lambda: local_port(last))
+        return None if memory is None else memory.up
+
     def _answer(self, peer: bytes, number: int, message: Message) -> None:
         parts = wire.encode(message, number, self._limits)
+        room = self._memories.room_for_answer(peer, number)
         try:
-            send(self._socket, parts, peer)
+            send(self._socket, parts, peer, None if room is None else SharedRoom(room))
         except zmq.ZMQError as problem:
             if problem.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
