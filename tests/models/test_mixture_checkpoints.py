@@ -20,7 +20,10 @@ from shoal.models.huggingface.as_gpt import as_huggingface, gpt_conversion, weig
 from shoal.models.huggingface.from_gpt import as_transformers
 from shoal.models.huggingface.gpt_description import describe, described
 from shoal.models.huggingface.model import HuggingFace
+from shoal.models.huggingface.tensor_names import stacked_experts
 from shoal.models.moe import Moe
+from shoal.models.stages import required_tensors
+from shoal.serve.nodes.weights import WeightStore
 from shoal.tasks.language import LanguageModelling
 
 transformers = pytest.importorskip("transformers")
@@ -134,6 +137,28 @@ def test_both_kinds_of_layers_learn_the_same_and_write_the_same_names(tmp_path, 
         torch.testing.assert_close(value, weights["original"][name], atol=2e-5, rtol=1e-5)
     names = [tensor_names(tmp_path / layers) for layers in ("own", "original")]
     assert names[0] == names[1] == tensor_names(tmp_path)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_server_reads_the_experts_from_their_files_layer_by_layer(tmp_path, kind):
+    model = made(kind)
+    model.inner.save_pretrained(tmp_path)
+    tensors, conversion = WeightStore.of_folder(tmp_path, "inner."), gpt_conversion(model)
+    assert conversion is not None
+    for name in required_tensors(conversion.make()):
+        for source in conversion.sources(name):
+            assert source in tensors
+            assert torch.equal(tensors.get(source), model.state_dict()[source])
+            assert tensors.stored_type(source) == torch.float32
+
+
+def test_stacks_whose_experts_are_not_all_there_are_not_made():
+    names = [f"model.layers.0.mlp.experts.{number}.{part}.weight" for number in (0, 2) for part in ("gate_proj", "up_proj", "down_proj")]
+    assert stacked_experts(names) == {}
+    gate_up = {"model.layers.0.mlp.experts.gate_up_proj": [tuple(names[:2])]}
+    assert stacked_experts([*names[:2], "model.layers.0.mlp.gate.weight"]) == gate_up
+        "model.layers.0.mlp.experts.gate_up_proj": [tuple(names[:2])]
+    }
 
 
 def tensor_names(folder: Path) -> set[str]:

@@ -58,6 +58,7 @@ def make(kind: str) -> tuple[torch.nn.Module, dict]:
         none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         window = {"sliding_window": 6} if kind == "mistral" else {}
         window |= {"num_key_value_heads": 2} if kind in ("mistral", "qwen2") else {}
+        window |= {"num_experts": 4, "num_experts_per_tok": 2} if kind == "olmoe" else {}
         config = transformers.AutoConfig.for_model(kind, **sizes, **none, **window, max_position_embeddings=96)
         model = HuggingFace(transformers.AutoModelForCausalLM.from_config(config))
     with torch.no_grad():
@@ -165,6 +166,7 @@ PROMPTS, LENGTHS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], list(range(30))], [8, 12
         ("gpt", 3),
         ("switch", 3),
         ("qwen2", 2),
+        ("olmoe", 2),
         *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("hash", "llama", "gpt2")),
     ],
 )

@@ -3,7 +3,8 @@ own models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +61,26 @@ NEOX_NAMES: Names = {
     "feed_forward.up": ("mlp.dense_h_to_4h",),
     "feed_forward.down": ("mlp.dense_4h_to_h",),
 }
+
+
+_EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d{1,6})\.(\w+)\.weight")
+_OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OF_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def stacked_experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
+    """Files of mixtures have the matrices of each expert apart. By the name of a stack: for each expert the matrices that are joined."""
+    layers: dict[str, dict[int, dict[str, str]]] = {}
+    for name in names:
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[_OF_MIXTRAL.get(match[3], match[3])] = name
+    found = {}
+    for layer, experts in layers.items():
+        for stack, parts in _OF_STACKS.items():
+            own = [tuple(experts[number][part] for part in parts if part in experts[number]) for number in sorted(experts)]
+            if max(experts) + 1 == len(experts) and all(len(one) == len(parts) for one in own):
+                found[f"{layer}.mlp.experts.{stack}"] = own
+    return found
 
 
 def plain_name(name: str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
 from shoal.freed_memory import return_freed_memory
+from shoal.models.huggingface.tensor_names import stacked_experts
 from shoal.models.packed.model import PackedModel
 from shoal.protocol.messages import Frame
 
@@ -66,6 +67,10 @@ class WeightStore:
         self.held, self.files = held, files or {}
         self.served_as: torch.dtype | None = None
         """The type that floats are converted to; null: that in which they are stored."""
+        self.stacks = stacked_experts(self.files)
+        """Tensors of mixtures that are stored in parts: the parts of each expert."""
+        self._stack = ("", torch.empty(0))
+        """The stack that was read last: it is sent in pieces."""
         self._digests: dict[str, str] = {}
 
     @classmethod
@@ -80,13 +85,14 @@ class WeightStore:
                     found |= {f"{prefix}{key}": (file, key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
             except (OSError, SafetensorError) as error:
                 raise ShoalError(f"{file} is damaged: {error}") from None
-        return cls({}, found)
+        routers = [name for name in found if name.endswith(".block_sparse_moe.gate.weight")]  # the older name in files of Mixtral
+        return cls({}, found | {name.replace(".block_sparse_moe.", ".mlp."): found[name] for name in routers})
 
     def __contains__(self, name: object) -> bool:
-        return name in self.held or name in self.files
+        return name in self.held or name in self.files or name in self.stacks
 
     def get(self, name: str) -> Tensor:
-        tensor = self.held[name] if name in self.held else _read(*self._file_of(name))
+        tensor = self.held[name] if name in self.held else self._stacked(name) if name in self.stacks else _read(*self._file_of(name))
         return tensor.to(self.served_as) if self.served_as is not None and tensor.is_floating_point() else tensor
 
     def stored_type(self, name: str) -> torch.dtype | None:
@@ -95,9 +101,22 @@ class WeightStore:
 
         if name in self.held:
             return self.held[name].dtype
-        path, key = self._file_of(name)
+        path, key = self._file_of(self.stacks[name][0][0] if name in self.stacks else name)
         with safe_open(str(path), framework="pt") as opened:
             return _IN_FILES.get(opened.get_slice(key).get_dtype())
+
+    def _stacked(self, name: str) -> Tensor:
+        """The matrices of all experts of a layer. Raises ShoalError where they do not have one shape."""
+        if self._stack[0] != name:
+            parts = [[_read(*self.files[one]) for one in expert] for expert in self.stacks[name]]
+            if len({(part.shape, part.dtype) for expert in parts for part in expert}) > 1 or parts[0][0].dim() != 2:
+                raise ShoalError(f"the matrices of the experts {name[:200]} differ in shape or type")
+            (rows, columns), count = parts[0][0].shape, len(parts[0])
+            made = torch.empty(len(parts), count * rows, columns, dtype=parts[0][0].dtype)
+            for expert, own in zip(made, parts, strict=True):
+                torch.cat(own, out=expert)
+            self._stack = name, made
+        return self._stack[1]
 
     def _file_of(self, name: str) -> tuple[Path, str]:
         if name not in self.files:
