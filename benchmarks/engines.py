@@ -6,6 +6,9 @@ person uses it: data as tensors in memory, gradients as views of the buckets, fu
 Memory: the most bytes in tensors that a process holds for each parameter after the backward passes of a step of two batches: weights,
 gradients, optimizer state, and what an engine adds. The peer is the engine ddp, which holds 20: while it accumulates, gradients stand
 beside the vector that they are sent in.
+
+Experts: a mixture under fsdp whose ranks share the experts (engine.expert_parallel), against the same one that gathers all of them, step by
+step in the same processes.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from shoal.runs.training.train_alone import prepare
 from shoal.tasks.language import LanguageModelling
 
 ROUNDS, STEPS, BATCH = 9, 10, 8
+TARGETS = {1: "≥ 1.5", 16: "≥ 1.0"}
+"""Speed of shared experts against gathered ones, by rows in a batch."""
 MEMORY = {"deepspeed-1": "≤ 0.95", "deepspeed-2": "≤ 0.85", "deepspeed-3": "≤ 0.75", "fsdp": "≤ 0.75"}
 
 
@@ -122,6 +127,28 @@ def memory(here: RankPlace, engine: str) -> float:
     return max(held) / built.size
 
 
+def experts(here: RankPlace, rows: int) -> list[list[float]]:
+    """Tokens/s of a mixture whose ranks share its experts, and of one that gathers them. `rows`: of 128 tokens, in a rank's batch."""
+    world, device = enter(here, torch.device("cpu")), torch.device("cpu")
+    model = {"kind": "moe", "hidden_size": "256", "num_layers": "2", "num_heads": "4", "max_seq_len": "128", "intermediate_size": "512"}
+    settings = {f"model.{name}": value for name, value in model.items()} | {"model.experts.count": "16", "engine.kind": "fsdp"}
+    built = []
+    for sharing in ("2", "1"):
+        run = loaded(settings | {"engine.expert_parallel": sharing, "training.batch_size": str(rows), "training.device": "cpu"}).run
+        built.append(build(run, LanguageModelling(build_models(run, DataShapes(vocab_size=256))), device, 100, world))
+    rates: list[list[float]] = [[], []]
+    for turn in range(ROUNDS + 1):
+        ids = torch.randint(256, (rows, 129))
+        for side, engine in enumerate(built):
+            dist.barrier()
+            start = time.perf_counter()
+            engine.step([{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}])
+            dist.barrier()
+            if turn:
+                rates[side].append(rows * 128 * here.size / (time.perf_counter() - start))
+    return rates
+
+
 def _held() -> int:
     """Bytes in the storages of all tensors that are alive."""
     gc.collect()
@@ -161,6 +188,11 @@ def measure() -> list[Any]:
     for engine, target in MEMORY.items():
         found = max(both("memory", engine=engine))
         rows.append(Row(f"memory of a rank, {engine}", found, whole, "bytes/parameter", found / whole, target, "ddp"))
+    for batch in (1, 16):
+        ours, peer = both("experts", rows=batch)[0]
+        ratio = statistics.median(a / b for a, b in zip(ours, peer, strict=True))
+        name = f"mixture, 2 processes share 16 experts, {128 * batch} tokens each"
+        rows.append(Row(name, statistics.median(ours), statistics.median(peer), "tokens/s", ratio, TARGETS[batch], "fsdp"))
     return rows
 
 

@@ -12,7 +12,7 @@ from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.machines import MachineKind
 from shoal.config.schema.engine import Fsdp
 from shoal.simulate import planning
-from shoal.simulate.device_exchange import gathered_bytes, sharded_mbit, sharings
+from shoal.simulate.device_exchange import copied_mbit, gathered_bytes, sharded_mbit, sharings
 from shoal.simulate.meta_model import MetaModel, best_sharing, build_meta_model, changes_that_fit, data_of
 from shoal.simulate.planning import Planned, plan
 
@@ -63,6 +63,8 @@ def test_rows_are_exchanged_in_place_of_experts() -> None:
     experts = 2 * 8 * 3 * 64 * 32
     assert (sizes.experts, sizes.others, sizes.counts) == (experts, found.parameters - experts, (8, 8))
     assert sharded_mbit(run, sizes, 8) == pytest.approx(96e-6 * found.parameters)
+    assert copied_mbit(run, found.parameters) == pytest.approx(64e-6 * found.parameters)
+    assert copied_mbit(found_for(gradient_accumulation_steps=4).run, found.parameters) == pytest.approx(16e-6 * found.parameters)
     rows = 4 * 32e-6 * (4 * 16) * (2 * 2 * 32)
     assert sharded_mbit(shared(run, 2), sizes, 8) == pytest.approx(96e-6 * (sizes.others + experts / 2) + rows / 2)
     assert sharded_mbit(shared(run, 8), sizes, 8) == pytest.approx(96e-6 * sizes.others + rows * 7 / 8), "no expert is gathered"

@@ -63,13 +63,13 @@ def _size_of_experts(module: nn.Module) -> int:
     return sum(value.numel() for layer in layers for name in layer.per_expert if (value := getattr(layer, name)) is not None)
 
 
-def copied_mbit(parameters: int) -> float:
-    """What each device exchanges in a step if all have all weights: gradients, added up and distributed."""
-    return 2e-6 * _BITS * parameters
+def copied_mbit(run: Run, parameters: int) -> float:
+    """What each device exchanges for a batch if all have all weights: gradients, added up and distributed once a step."""
+    return 2e-6 * _BITS * parameters / run.training.gradient_accumulation_steps
 
 
 def sharded_mbit(run: Run, sizes: ShardedSizes, devices: int) -> float:
-    """What each device exchanges in a step under fsdp: weights gathered for both passes, gradients, and the rows of shared experts."""
+    """What each device exchanges for a batch under fsdp: weights gathered for both passes, gradients, and the rows of shared experts."""
     sharing, gathered = sharing_of(run), 16 if run.training.precision.kind in _HALF else _BITS
     of_experts = sizes.experts / sharing if devices > sharing else 0  # a device that has its experts alone gathers none
     weights = (2 * gathered + _BITS) * (sizes.others + of_experts)

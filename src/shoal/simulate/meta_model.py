@@ -91,7 +91,7 @@ class MetaModel(NamedTuple):
         if run.engine.kind == SHARING:
             exchanged_mbit = device_exchange.sharded_mbit(run, self.sharded, ranks)
         else:
-            exchanged_mbit = device_exchange.copied_mbit(self.parameters)
+            exchanged_mbit = device_exchange.copied_mbit(run, self.parameters)
         return (self.step_s(run, kind) + exchanged_mbit / kind.device_mbps) / ranks
 
     def operations(self, run: Run) -> float:
