@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.cli.main import main
 from shoal.config import Run
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.machines import MachineKind
@@ -16,6 +19,7 @@ from shoal.simulate.device_exchange import copied_mbit, gathered_bytes, sharded_
 from shoal.simulate.meta_model import MetaModel, best_sharing, build_meta_model, changes_that_fit, data_of
 from shoal.simulate.planning import Planned, plan
 
+RACK_PAGE = Path(__file__).parents[2] / "docs" / "rack.md"
 MODEL = {
     "kind": "moe",
     "hidden_size": 32,
@@ -113,3 +117,18 @@ def test_advice_for_a_small_device_names_shared_experts() -> None:
     least = found.memory(found.run.replace(training=found.run.training.replace(batch_size=1))).gb
     advice = changes_that_fit(found, found.run, 0.5 * least)
     assert advice[0].startswith("engine.kind=fsdp and engine.expert_parallel=")
+
+
+def test_the_plan_of_the_page_proposes_shared_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planning, "_coarse", lambda *_: [])
+    monkeypatch.setattr(planning, "_fine", lambda *_: [])
+    page = RACK_PAGE.read_text(encoding="utf-8")
+    (machines,), (command,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL), re.findall(r"^    shoal (plan .*)$", page, re.MULTILINE)
+    Path("node.yaml").write_text(machines, encoding="utf-8")
+    assert main(command.split()) == 0
+    assert "first choice: local, fsdp over 8, experts over 4" in capsys.readouterr().out
+    assert "expert_parallel: 4" in Path("plan.yaml").read_text(encoding="utf-8")
+    assert main(["config", "check", "plan.yaml"]) == 0

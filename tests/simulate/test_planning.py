@@ -115,7 +115,7 @@ def test_a_plan_is_the_same_again_and_its_file_gives_the_same_run(tmp_path: Path
     assert loaded.run == first.loaded.run
 
 
-@pytest.mark.parametrize("preset", ["starter", "demo-gpt", "dist-llm-train/lan", "diloco/quick-start"])
+@pytest.mark.parametrize("preset", ["starter", "demo-gpt", "dist-llm-train/lan", "diloco/quick-start", "gpu/tiny"])
 def test_the_brief_form_of_a_run_gives_the_same_run(preset: str, tmp_path: Path) -> None:
     loaded = resolve([ConfigFile(preset)])
     file = tmp_path / "brief.yaml"

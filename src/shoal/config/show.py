@@ -101,12 +101,13 @@ def brief(loaded: LoadedConfig) -> str:
 
 def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:
     data: dict[str, Any] = {}
+    chosen = not _is_derived((*path, "kind"), settings)  # a kind that is written stands for a choice, after which no other is derived
     for name, field in section.fields().items():
         value, here = getattr(section, name), (*path, name)
         if isinstance(value, Section) and not shorthand_of(value):
             if value != field.default and (inner := _brief(value, here, settings)):
                 data[name] = inner
-        elif name == "kind" or not (isinstance(value, Secret) or value == field.default or _is_derived(here, settings)):
+        elif name == "kind" or not (isinstance(value, Secret) or value == field.default or (chosen and _is_derived(here, settings))):
             data[name] = _without_defaults(value)
     return data
 
