@@ -12,7 +12,7 @@ from tests.support.kill_and_recover import Victims, audit
 
 pytestmark = pytest.mark.whole
 
-STEPS, SLOWDOWN = 800, 3.0
+STEPS, SLOWDOWN = 800, 8.0
 """The last kill is due at version 450: what comes after it takes longer than this process may stand still."""
 
 
