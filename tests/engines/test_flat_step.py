@@ -244,3 +244,20 @@ def test_checkpoints_and_finished_networks_have_all_digits() -> None:
     made.finish()
     parameters = [one.detach().flatten() for one in made.task.players["model"].parameters()]
     assert torch.equal(torch.cat(parameters), kept)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3, 1e6])
+@pytest.mark.parametrize("optimizer", [{"name": "AdamW"}, {"name": "SGD", "momentum": 0.9, "weight_decay": 0.01}, {"name": "Adagrad"}])
+def test_a_received_gradient_is_stepped_along_without_a_copy_and_unchanged(optimizer: dict[str, Any], clip: float | None) -> None:
+    clipping = {"clipping": {"max_norm": clip}} if clip else {}
+    received, copied = (engine(optimizer=optimizer, **clipping) for _ in range(2))
+    for seed in range(3):
+        gradient = torch.randn(received.vector.numel(), generator=torch.Generator().manual_seed(seed))
+        before = gradient.clone()
+        received.gradient.fill_(7.0)
+        copied.gradient.copy_(gradient)
+        figures = received.apply(gradient, seed), copied.apply(copied.gradient, seed)
+        assert figures[0] == figures[1]
+        assert torch.equal(received.vector, copied.vector)
+        assert torch.equal(gradient, before)
+        assert bool((received.gradient == 7.0).all()) == (clip != 1e-3)

@@ -43,6 +43,8 @@ class SingleEngine(Engine):
         for name, player in task.players.items():
             task.players[name] = player.to(device).train()
         self._vector, self._gradient, self.networks = flatten_networks(task.players)
+        self._lent: Tensor | None = None
+        """The gradient of this step, where it is not in `_gradient`: it must not be written to."""
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         if learns and reads_rounded(run, device):
             for network in self.networks.values():
@@ -200,10 +202,17 @@ class SingleEngine(Engine):
         optimizer = self.optimizers[player]
         if isinstance(optimizer, FlatAdam):
             return optimizer.norm()
-        return torch.linalg.vector_norm(self.networks[player].gradient)
+        return torch.linalg.vector_norm(self.networks[player].gradient if self._lent is None else self._lent)
 
     def _shrink(self, player: str, factor: Tensor) -> None:
-        self.networks[player].gradient.mul_(factor)
+        own = self.networks[player].gradient
+        if self.device.type == "cpu" and float(factor) == 1.0:
+            return
+        if self._lent is None:
+            own.mul_(factor)
+        else:
+            torch.mul(self._lent, factor, out=own)
+            _whole(self.optimizers[player]).grad = own
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         network = self.networks[player]
@@ -213,6 +222,8 @@ class SingleEngine(Engine):
     # --- steps -------------------------------------------------------------------------------------
 
     def apply(self, gradient: Tensor, step: float, share: float = 1.0) -> dict[str, Tensor]:
+        if share == 1 and self._reads_where_it_lies(gradient):
+            return self._apply_lent(gradient, step)
         if share != 1:
             torch.mul(gradient, share, out=self._gradient)
         elif gradient is not self._gradient:
@@ -220,6 +231,25 @@ class SingleEngine(Engine):
         for network in self.networks.values():
             network.attach_gradients()
         return self.apply_own(step)
+
+    def _reads_where_it_lies(self, gradient: Tensor) -> bool:
+        """Whether the optimizer can step along a gradient without a copy of it: it has one vector on the CPU, and only reads."""
+        if gradient is self._gradient or len(self.networks) > 1 or self.track_gradients or self.own:
+            return False
+        (optimizer,) = self.optimizers.values()
+        groups = optimizer.param_groups
+        fused = len(groups) == 1 and len(groups[0]["params"]) == 1 and bool(groups[0].get("fused")) and not isinstance(optimizer, FlatAdam)
+        return fused and gradient.dtype == self._gradient.dtype and gradient.device == self._gradient.device == torch.device("cpu")
+
+    def _apply_lent(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
+        """`apply` for a gradient that is read where it lies: a copy takes as long as the step."""
+        (optimizer,) = self.optimizers.values()
+        whole = _whole(optimizer)
+        own, whole.grad, self._lent = whole.grad, gradient, gradient
+        try:
+            return self.apply_own(step)
+        finally:
+            whole.grad, self._lent = own, None
 
     def _set_rates(self, name: str, step: float) -> None:
         if name in self.own:
@@ -365,3 +395,9 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return environment.free_memory()
+
+
+def _whole(optimizer: torch.optim.Optimizer) -> Tensor:
+    """The one vector that an optimizer steps."""
+    whole: Tensor = optimizer.param_groups[0]["params"][0]
+    return whole
