@@ -330,6 +330,24 @@ def test_limits_hold_for_later_threads_and_children() -> None:
     assert said == ["['SCHED_IDLE', 'idle disk priority']", "(True, 3, 1, '1')", "(True, 3, 1, '1')", "no memory"], done.stderr
 
 
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this system does not divide its processors between sessions")
+def test_a_workers_session_comes_last_until_it_is_asked_to_leave() -> None:
+    program = "from shoal.launch.volunteer import limits; import sys; print(limits.take_lowest_priority(), flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    session = Path(f"/proc/{process.pid}/autogroup")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert "lowest session" in process.stdout.readline()
+    assert session.read_text().endswith("nice 19\n")
+    limits.let_leave(process.pid)
+    assert session.read_text().endswith("nice 0\n")
+    process.stdin.close()
+    process.stdout.close()
+    process.wait()
+
+
 def test_windows_lowers_priority_and_its_background_mode() -> None:
     asked: list[int] = []
     kernel = SimpleNamespace(GetCurrentProcess=lambda: 1, SetPriorityClass=lambda process, number: asked.append(number) or True)

@@ -23,6 +23,7 @@ from shoal.errors import ShoalError
 from shoal.files import open_file
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, last_line, pause_s, shared_cores
+from shoal.launch.volunteer.limits import let_leave
 from shoal.launch.waiting import wait_until
 from shoal.protocol.messages import PAUSED
 from shoal.scheduling.task_stages import stage_shares
@@ -171,6 +172,8 @@ class LocalRanks:
 
     def pause(self, reason: str) -> None:
         """Let the first process leave for a while, with all others."""
+        for process in self.processes:
+            let_leave(process.pid)
         if self.processes and self.processes[0].poll() is None:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 forkserver.write_line(self.processes[0], json.dumps({"pause": reason.removeprefix(PAUSED)}))

@@ -14,8 +14,10 @@ import platform
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
@@ -29,6 +31,8 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "armv7l": 314, "armv
 _IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 _DARWIN_PROCESS, _DARWIN_BACKGROUND = 4, 0x1000
 """PRIO_DARWIN_PROCESS and PRIO_DARWIN_BG: lowest priority for processors, disk and network."""
+_SESSION_TRIES, _SESSION_PAUSE_S = 5, 0.11
+"""Linux lets users change a session's priority ten times a second, all together."""
 _WINDOWS_IDLE, _WINDOWS_BACKGROUND = 0x40, 0x00100000
 """IDLE_PRIORITY_CLASS, and PROCESS_MODE_BACKGROUND_BEGIN, which lowers the priority of disk and memory, too."""
 
@@ -40,7 +44,7 @@ def take_lowest_priority(windows: Any = None) -> list[str]:
     if sys.platform == "darwin":
         library = ctypes.CDLL(None)
         return ["background"] if library.setpriority(_DARWIN_PROCESS, 0, _DARWIN_BACKGROUND) == 0 else _nicest()
-    taken = _idle_class() or _nicest()
+    taken = (_idle_class() or _nicest()) + _last_session()
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None and ctypes.CDLL(None).syscall(number, _IOPRIO_PROCESS, 0, _IOPRIO_IDLE) == 0:
         taken.append("idle disk priority")
@@ -54,6 +58,32 @@ def _idle_class() -> list[str]:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         return ["SCHED_IDLE"]
     return []
+
+
+def _last_session() -> list[str]:
+    """Linux divides the processors between sessions first, and only then by priority: two SCHED_IDLE processes in a session of their own
+    took 1.0 s beside two others that got 0.5 s; with this, 0.03 s."""
+    leads = hasattr(os, "getsid") and os.getsid(0) == os.getpid()
+    return ["lowest session"] if leads and _set_session(os.getpid(), 19) else []
+
+
+def let_leave(pid: int) -> None:
+    """Give a worker that is asked to leave time on the processors again: beside programs that use all of them it would get next to none,
+    and could not return what it holds."""
+    _set_session(pid, 0)
+
+
+def _set_session(pid: int, nice: int) -> bool:
+    file = Path(f"/proc/{pid}/autogroup")
+    for _ in range(_SESSION_TRIES if file.exists() else 0):
+        try:
+            file.write_text(str(nice), encoding="ascii")
+            return True
+        except BlockingIOError:  # a session was changed a moment ago
+            time.sleep(_SESSION_PAUSE_S)
+        except OSError:
+            return False
+    return False
 
 
 def _nicest() -> list[str]:

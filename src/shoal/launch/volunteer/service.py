@@ -70,6 +70,8 @@ Restart=on-failure
 RestartSec={_RESTART_S}
 TimeoutStopSec=20
 KillMode=mixed
+CPUWeight=idle
+IOWeight=1
 
 [Install]
 WantedBy=default.target

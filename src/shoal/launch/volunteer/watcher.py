@@ -21,6 +21,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.launch.volunteer.conditions import Conditions
+from shoal.launch.volunteer.limits import let_leave
 from shoal.process_exit import DECLINED, PAUSED
 
 LEAVE_S = 5.0
@@ -138,6 +139,7 @@ class Watcher:
             if why := self.conditions.why_not(self.worker.pid):
                 self._why, self._asked_at = why, self.clock()
                 self.report(f"giving way: {why}")
+                let_leave(self.worker.pid)
                 self.worker.send({"pause": why})
         elif self.clock() - self._asked_at > KILL_S:
             self.worker.kill()
@@ -190,6 +192,7 @@ class Watcher:
         """Let the worker leave, and kill it if it does not."""
         if self.worker is None:
             return
+        let_leave(self.worker.pid)
         self.worker.let_go()
         until = time.monotonic() + KILL_S
         while self.worker.poll() is None and time.monotonic() < until:
