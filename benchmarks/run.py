@@ -22,7 +22,7 @@ DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "clas
 # By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), moe (an hour), moe-workers, goodput,
 # plan-truth (six minutes), simulate, speculation, structured, gpu-dense, gpu-moe, gpu-fp8, gpu-ppo, gpu-serve, gpu-diloco, gpu-finetune,
 # classroom-quality, classroom-late, rlhf (ten minutes), rlhf-15m, rlhf-pairs, rlhf-reward, ppo, finetune, serve, packed-weights,
-# failover, split, watching, on-ray, tree and pipeline-truth (some minutes each)
+# failover, split, watching, on-ray, tree, polite and pipeline-truth (some minutes each)
 
 
 class Row(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import plistlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +17,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from shoal.cli.join import _parsed
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.launch.volunteer import cpu_load, idle_time, limits, power, process_tree
-from shoal.launch.volunteer.conditions import Conditions, Sensors, parse
+from shoal.launch.volunteer.conditions import Conditions, Hours, Idle, LowLoad, PluggedIn, Sensors, parse
 from shoal.launch.volunteer.cpu_load import OtherLoad
 from shoal.launch.volunteer.service import ServiceCommand, launchd_agent, systemd_unit, windows_task
 
@@ -108,6 +110,15 @@ def test_limits_that_are_none_are_refused(options: str, said: str, capsys: pytes
 def test_amounts_and_rates_are_read_as_they_are_written() -> None:
     assert (limits.parse_memory("2G"), limits.parse_memory("1.5GiB"), limits.parse_memory("800 MB")) == (2 << 30, 3 << 29, 800 << 20)
     assert (limits.parse_upload("5mbit"), limits.parse_upload("800kbit"), limits.parse_upload("1Gbit/s")) == (625_000, 100_000, 125_000_000)
+
+
+def test_the_command_of_the_volunteers_page_is_understood() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "volunteers.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^shoal (join .*--when.*)$", page, re.MULTILINE)
+    arguments = _parsed(shlex.split(line.replace("tcp://… --token … --key …", "tcp://h:1 --token t"))[1:])
+    assert (arguments.when, arguments.cores, arguments.memory, arguments.upload) == (["idle and plugged-in"], 2, "2G", "5mbit")
+    shown = re.findall(r"^\| `--when ([^`]*)` \|", page, re.MULTILINE)
+    assert [type(parse([text])[0]) for text in shown] == [Idle, PluggedIn, LowLoad, Hours]
 
 
 # --- idle time -----------------------------------------------------------------------------------------------------------
