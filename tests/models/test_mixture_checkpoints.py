@@ -61,11 +61,11 @@ def made(kind: str, **settings: Any) -> HuggingFace:
     return model
 
 
-def network(folder: Path, **model: Any) -> Any:
+def network(folder: Path, precision: str = "fp32", **model: Any) -> Any:
     settings = {
         "model": {"kind": "huggingface", "pretrained": str(folder), **model},
         "data": {"sequence_length": 16},
-        "training": {"device": "cpu"},
+        "training": {"device": "cpu", "precision": {"kind": precision}},
     }
     run = resolve_data(settings, name="test", dialect="shoal", environ={}).run
     return build(run, DataShapes(vocab_size=50))["model"]
@@ -183,6 +183,27 @@ def test_lora_of_the_attention_gives_the_same_logits_beside_both_kinds_of_layers
             if isinstance(model, AdaptedMoe):
                 torch.testing.assert_close(model.as_huggingface()(ids_BL), logits[0], atol=1e-4, rtol=0)
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("olmoe", "intermediate_size"), ("qwen2_moe", "moe_intermediate_size")])
+def test_frozen_experts_are_stored_as_bf16(tmp_path, kind, width):
+    original = made(kind, **{width: 16})
+    original.inner.save_pretrained(tmp_path)
+    ids_BL, logits = tokens(), []
+    for layers in ("own", "original"):
+        model = network(tmp_path, "bf16", layers=layers, lora={"rank": 2}, load="bf16").eval()
+        assert isinstance(model, AdaptedMoe if layers == "own" else HuggingFace)
+        assert {one.dtype for one in model.parameters() if one.dim() == 3} == {torch.bfloat16}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits.append(model(ids_BL).float())
+        if isinstance(model, AdaptedMoe):
+            merged, stack = model.as_huggingface().merged().state_dict(), "model.layers.1.mlp.experts.gate_up_proj"
+            assert torch.equal(merged[stack], original.inner.state_dict()[stack].bfloat16().float())
+    assert (logits[0] - logits[1]).abs().mean() < 0.03 < logits[0].std()  # rounding sends few tokens to other experts
+    with pytest.raises(ShoalError, match="experts that are stored as bf16 compute in it"):
+        network(tmp_path, lora={"rank": 2}, load="bf16")
+    with pytest.raises(ShoalError, match="set it to bf16"):
+        network(tmp_path, "bf16", lora={"rank": 2}, load="nf4")
 
 
 def test_lora_beside_the_stacked_experts_is_refused(tmp_path):

@@ -273,7 +273,8 @@ class HuggingFace(Model, built_by="shoal.models.huggingface.build:players"):
     """Fine-tune with LoRA; null: train all weights."""
     load: Literal["fp32", "bf16", "int8", "nf4"] = "fp32"
     """Storage of the frozen weights under LoRA: 4, 2, about 1 or about 0.56 bytes each. int8 has a scale per row, nf4 (QLoRA's 4-bit type)
-    one per 64 weights; embeddings and the output matrix are then bf16. Adapters, their gradients and the computation are unchanged."""
+    one per 64 weights; embeddings and the output matrix are then bf16. Experts of mixtures may be bf16 alone. Adapters,
+    their gradients and the computation are unchanged."""
     layers: Literal["auto", "own", "original"] = "auto"
     """Whose layers train: Shoal's own, which are faster and compute the same (Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2, Mixtral,
     Qwen2-MoE, Qwen3-MoE, OLMoE), or those of transformers. auto: own where they compute the same, also under LoRA; a line at the start says

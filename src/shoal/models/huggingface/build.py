@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.adapted_gpt import own_layers, reason_against
 from shoal.models.huggingface.as_gpt import MIXTURES, GptConversion, gpt_conversion
-from shoal.models.huggingface.frozen_weights import store_frozen
+from shoal.models.huggingface.frozen_weights import holds_experts, store_frozen
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.moe import Moe
 from shoal.models.transformer import Trunk
@@ -32,6 +32,8 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     conversion, reason = _conversion(network, model, run)
     if model.load != "fp32":
         store_frozen(network.inner, model.load)
+        if run.training.precision.kind == "fp32" and any(holds_experts(one) for one in network.inner.modules()):
+            raise ShoalError("model.load: experts that are stored as bf16 compute in it: set training.precision.kind to bf16")
     if model.lora is not None:
         network.inner = _with_lora(network.inner, model.lora)
         reason = reason or reason_against(network, conversion)

@@ -241,7 +241,8 @@ class FrozenEmbedding(nn.Embedding):
 
 def store_frozen(inner: Any, kind: str) -> None:
     """Store the weights of a model of transformers in few bits, layer by layer: matrices of linear layers as `kind`, embeddings and the
-    output matrix as bf16; all others become float32. Nothing is trainable afterwards. Raises ShoalError where most weights are elsewhere.
+    output matrix as bf16, and so the stacked matrices of experts if this is `kind`; all others become float32. Nothing is trainable
+    afterwards. Raises ShoalError where most weights are elsewhere.
     """
     output = inner.get_output_embeddings()
     replaced = [one for one in inner.modules() if _is_replaced(one)]
@@ -261,7 +262,9 @@ def store_frozen(inner: Any, kind: str) -> None:
         child._parameters["weight"] = None  # what it held is freed before the next layer is stored
     inner.requires_grad_(False)
     for one in inner.modules():
-        if not isinstance(one, FrozenLinear | FrozenEmbedding):
+        if kind == "bf16" and holds_experts(one):
+            _to_bfloat16(one)
+        elif not isinstance(one, FrozenLinear | FrozenEmbedding):
             _to_float32(one)
     inner.config.dtype = torch.float32
     _check_left(inner)
@@ -286,7 +289,8 @@ def _conv1d() -> type[nn.Module]:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.Embedding, _conv1d())
+    """A layer with one output is a gate, such as that of a shared expert: it stays as it is."""
+    return type(module) in (nn.Linear, nn.Embedding, _conv1d()) and getattr(module, "out_features", 0) != 1
 
 
 def _frozen(layer: Any, kind: str, given: nn.Parameter | None) -> nn.Module:
@@ -307,6 +311,19 @@ def _frozen(layer: Any, kind: str, given: nn.Parameter | None) -> nn.Module:
     return linear
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module of transformers has the matrices of all experts of a layer."""
+    stack = module._parameters.get("gate_up_proj")
+    return stack is not None and stack.dim() == 3
+
+
+def _to_bfloat16(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        stored_as = parameter.detach().to(torch.bfloat16)
+        _drop_pages(parameter, stored_as)
+        parameter.data = stored_as
+
+
 def _to_float32(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         parameter.data = parameter.data.float()
@@ -321,11 +338,14 @@ def _check_left(inner: nn.Module) -> None:
     tables = {id(one.weight) for one in inner.modules() if isinstance(one, nn.Embedding)}
     left = [(name, one) for name, one in kept if id(one) not in tables and not name.endswith(".scales")]
     whole = sum(one.in_features * one.out_features for one in inner.modules() if isinstance(one, FrozenLinear))
+    stacks = [stack for one in inner.modules() if holds_experts(one) for stack in one.parameters(recurse=False)]
+    whole += sum(stack.numel() for stack in stacks if stack.dtype == torch.bfloat16)
     if sum(one.numel() for _, one in left) > _MOST_LEFT * whole:
         largest = max(left, key=lambda one: one[1].numel())[0]
+        instead = "bf16" if any(holds_experts(one) for one in inner.modules()) else "fp32"
         raise ShoalError(
             f"model.load: {type(inner).__name__} (model.pretrained) has weights outside of linear layers, such as {largest}, "
-            "and only linear layers and embeddings are stored in few bits: set it to fp32"
+            f"and only linear layers and embeddings are stored in few bits: set it to {instead}"
         )
 
 
