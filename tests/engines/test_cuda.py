@@ -17,7 +17,7 @@ from shoal.runs.folder.checkpoint import Checkpoints, read_checkpoint
 from shoal.tasks.language import LanguageModelling
 from tests.support import rank_processes
 from tests.support.processes import Processes, processes_in
-from tests.support.rank_processes import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
+from tests.support.rank_processes import DDP, FSDP, KEPT, MIXTURE, OFFLOADED, ZERO, needs_deepspeed, sharing
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -102,6 +102,21 @@ def test_halves_of_zero_learn_the_same() -> None:
     for found in rank_processes.together("half_agreement", GPUS, *ZERO, OFFLOADED[-1], device="cuda"):
         for name, losses in found.items():
             assert losses == pytest.approx(expected, rel=0.02), name
+
+
+def test_rows_of_experts_go_through_nccl_and_come_back() -> None:
+    """With one GPU the only rank sends them to itself."""
+    (found,) = rank_processes.together("exchanged_alone", 1, device="cuda")
+    own, plain = map(torch.tensor, found)
+    torch.testing.assert_close(own, plain, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.skipif(GPUS not in (2, 4, 8), reason="needs 2, 4 or 8 GPUs")
+def test_gpus_that_share_experts_learn_what_one_gpu_learns() -> None:
+    question = json.dumps(["steps_of", sharing(GPUS), MIXTURE, {}])
+    expected = rank_processes.steps_of(None, {"kind": "single"}, MIXTURE, {"device": "cuda"})
+    for (found,) in rank_processes.together("answers", GPUS, question, device="cuda"):
+        torch.testing.assert_close(torch.tensor(found["gradient"]), torch.tensor(expected["gradient"]), rtol=1e-6, atol=1e-9)
 
 
 # --- as a user starts them ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ CROWDED = mixture(capacity_factor=0.5)
 TWO_EXPERTS = mixture(count=2, per_token=1, router="switch")
 BIASED = MIXTURE | {"bias": True, "feed_forward": "gelu"}
 SHARED = mixture(count=8, per_token=3, intermediate_size=4, shared_size=8, shared_gate=True, dense_layers=1) | {"qk_norm": "head"}
+HELD = [0, 2, 3, 5]
 HALF = {"double": False, "precision": {"kind": "bf16"}, "clipping": {"max_norm": 1.0}}
 TOLERANCE = 1e-10
 Found = list[list[Any]]
@@ -66,6 +67,7 @@ def in_two(folder: str) -> dict[str, list[Any]]:
             "crowded": steps(CROWDED, sharing(2), {}),
             "crowded, gathered": steps(CROWDED, FSDP, {}),
             "half": steps(MIXTURE, sharing(2), HALF),
+            "held": steps(mixture(router="switch"), sharing(2, experts=HELD), {}),
             "shared": steps(SHARED, sharing(2), {}),
             "order": ["order", sharing(2), SHARED],
             "idle": ["idle", sharing(2)],
@@ -86,6 +88,12 @@ def test_two_ranks_share_experts_and_learn_what_one_process_learns(in_two: dict[
         own = [sum(found["loads"][f"layers/0/load/{expert}"] for expert in range(4 * rank, 4 * rank + 4)) for rank in range(2)]
         assert sum(loads) == pytest.approx(1)
         assert loads == pytest.approx(own, abs=0.1), "each rank computes four experts, also for tokens that do not count"
+
+
+def test_a_worker_that_holds_some_experts_shares_them_between_its_ranks(in_two: dict[str, list[Any]]) -> None:
+    expected = rank_processes.steps_of(None, SINGLE | {"experts": HELD}, mixture(router="switch"), {})
+    for found in in_two["held"]:
+        check_equal(found, expected)
 
 
 def test_shared_experts_are_computed_while_rows_travel(in_two: dict[str, list[Any]]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.config import Run
@@ -32,7 +33,7 @@ from shoal.models import build as build_models
 from shoal.models.generation.generate import generate
 from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.layers.expert_layer import ExpertLayer
-from shoal.models.layers.rank_exchange import Transfer
+from shoal.models.layers.rank_exchange import RankExchange, Transfer
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.monitoring.best_weights import BestWeights, newest_best
@@ -101,7 +102,10 @@ def run_of(engine: dict[str, Any], model: dict[str, Any] | None = None, **traini
         "clipping": {"max_norm": 0.5},
         "device": DEVICE,
     } | training
-    return resolve_data({"model": model, "engine": engine, "training": settings}, name="test", dialect="shoal", environ={}).run
+    tree = {"model": model, "engine": engine, "training": settings}
+    if engine.get("experts"):  # a run without other workers has all of them
+        tree |= {"strategy": {"kind": "edp"}}
+    return resolve_data(tree, name="test", dialect="shoal", environ={}).run
 
 
 def engine_of(world: World | None = None, engine: dict[str, Any] | None = None, **training: Any) -> Engine:
@@ -617,6 +621,21 @@ def idle(world: World | None, engine: dict[str, Any]) -> dict[str, Any]:
     for rows in (len(whole["labels"]), 1):
         made.step([{name: value[:rows][made.world.rank :: made.world.size] for name, value in whole.items()}])
     return {"vector": made.vector.tolist()}
+
+
+def exchanged_alone(world: World) -> list[list[float]]:
+    """Gradients of a mixture in one rank, in half precision: its rows go through an exchange with itself, and without one."""
+    found, group = [], dist.group.WORLD
+    assert group is not None
+    for exchanged in (True, False):
+        made = mixture_engine(world, {"kind": "fsdp"}, precision={"kind": "bf16"})
+        for layer in made.task.players["model"].modules():
+            if exchanged and isinstance(layer, ExpertLayer):
+                layer.rank_exchange = RankExchange(group)
+        losses_of(made, 0, 2)
+        made.gradients(batches(2))
+        found.append(made.gradient.tolist())
+    return found
 
 
 def order(world: World | None, engine: dict[str, Any], settings: dict[str, Any]) -> list[list[str]]:
