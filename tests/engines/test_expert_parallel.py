@@ -21,6 +21,7 @@ pytestmark = pytest.mark.whole
 SINGLE, FSDP, DDP = {"kind": "single"}, {"kind": "fsdp"}, {"kind": "ddp"}
 CROWDED = mixture(capacity_factor=0.5)
 TWO_EXPERTS = mixture(count=2, per_token=1, router="switch")
+SIX_EXPERTS = mixture(count=6, router="switch", intermediate_size=5) | {"feed_forward": "gelu"}
 BIASED = MIXTURE | {"bias": True, "feed_forward": "gelu"}
 SHARED = mixture(count=8, per_token=3, intermediate_size=4, shared_size=8, shared_gate=True, dense_layers=1) | {"qk_norm": "head"}
 HELD = [0, 2, 3, 5]
@@ -143,9 +144,11 @@ def test_groups_that_do_not_fit_the_processes_are_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [MIXTURE, TWO_EXPERTS, BIASED], ids=["whole experts", "parts of experts", "biases"])
+@pytest.mark.parametrize(
+    "settings", [MIXTURE, TWO_EXPERTS, SIX_EXPERTS, BIASED], ids=["whole experts", "parts of one", "parts of three", "biases"]
+)
 def test_four_ranks_in_two_groups_learn_what_one_process_learns(settings: dict[str, Any], tmp_path: Path) -> None:
-    """With two experts each rank of a pair holds half of one."""
+    """With two experts each rank holds half of one; with six, some rows of three, or two or one of them."""
     folder, again = f"{tmp_path}/four", f"{tmp_path}/again"
     found = answers(
         4,

@@ -182,8 +182,12 @@ class FsdpEngine(Engine):
         return state
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
+        """Moments are contiguous, as the parameters are: torch's fused optimizers step both by their places in memory."""
         shards = self.shards[player]
-        own = {name: {key: shards.cuts[name].part_of(value) for key, value in values.items()} for name, values in state["moments"].items()}
+        own = {
+            name: {key: shards.cuts[name].part_of(value).contiguous() for key, value in values.items()}
+            for name, values in state["moments"].items()
+        }
         named_state.load_parameters(self.optimizers[player], shards.rows, {"shared": state["shared"], "moments": own})
 
 
