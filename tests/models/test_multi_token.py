@@ -93,3 +93,11 @@ def test_an_evaluation_has_the_loss_of_the_next_token_alone():
     found = LanguageModelling({"model": model}).measure(batch)
     assert found.keys() == {"loss"}
     torch.testing.assert_close(found["loss"], LanguageModelling({"model": plain}).measure(batch)["loss"])
+
+
+def test_the_loss_is_the_same_where_the_model_computes_all_logits(monkeypatch):
+    wanted = losses(model_with(0.3).float(), batch_of())
+    monkeypatch.setattr(LanguageModelling, "_selects", lambda self, batch: False)
+    found = losses(model_with(0.3).float(), batch_of())
+    torch.testing.assert_close(found.value, wanted.value)
+    torch.testing.assert_close(found.metrics["mtp"], wanted.metrics["mtp"])

@@ -26,7 +26,7 @@ from shoal.models.layers.multi_token import MultiTokenHead
 from shoal.models.routers import HeldExperts
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.step_state import StepState
-from shoal.models.transformer import PLAIN, AuxiliaryLoss, BlockPart, LayerInputs, SideChannel, SideOutputs, Trunk, Variant
+from shoal.models.transformer import PLAIN, AuxiliaryLoss, BlockPart, LayerInputs, LookAhead, SideChannel, SideOutputs, Trunk, Variant
 
 
 class Moe(Trunk):
@@ -72,7 +72,7 @@ class Moe(Trunk):
     def look_ahead(self, embedded_BLD: Tensor, x_BLD: Tensor, inputs: LayerInputs, beside: SideChannel) -> None:
         if self.mtp is not None and self.training and beside.counted_BL is not None:
             recomputes = self.checkpointing and torch.is_grad_enabled()
-            beside.ahead = self.mtp(embedded_BLD, x_BLD, inputs, recomputes), self.mtp.weight
+            beside.ahead = LookAhead(self.mtp(embedded_BLD, x_BLD, inputs, recomputes), False, self.mtp.weight)
 
     def _balance(self, what: str, weight: float, loads: StepLoads, outputs: list[SideOutputs], beside: SideChannel) -> None:
         """Add the balance loss: number of experts (or heads) × Σ share of the choices · mean probability; 1 for uniform use."""

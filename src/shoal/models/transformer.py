@@ -42,6 +42,16 @@ class AuxiliaryLoss(NamedTuple):
     """Mean over the tokens that count in the loss. A stage with some of the layers gives their share of it."""
 
 
+class LookAhead(NamedTuple):
+    """What predicts the token after the next."""
+
+    value: Tensor
+    """Input of the output matrix [B, L, D]; or logits [B, L, V], where the model computes those of the next token."""
+    is_logits: bool
+    weight: float
+    """Of its loss."""
+
+
 class SideChannel:
     """Inputs of a model besides the tokens of a batch, and outputs besides the logits."""
 
@@ -53,8 +63,7 @@ class SideChannel:
         self.losses: list[AuxiliaryLoss] = []
         self.output_weight: Tensor | None = None
         """The tied output matrix for this pass: see `embedding.py`. None: use the model's own."""
-        self.ahead: tuple[Tensor, float] | None = None
-        """Input of the output matrix that predicts the token after the next [B, L, D], and the weight of this loss."""
+        self.ahead: LookAhead | None = None
         self.figures: dict[str, Tensor] = {}
         """Scalars, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
 
@@ -218,7 +227,10 @@ class Trunk(nn.Module):
 
     def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
         """Logits [B, L, V]. `given`: see `hidden`."""
-        return self.project(self.hidden(input_ids_BL, **given))
+        logits_BLV, beside = self.project(self.hidden(input_ids_BL, **given)), given.get("beside")
+        if beside is not None and beside.ahead is not None:  # outside of this method the output matrix may be sharded
+            beside.ahead = LookAhead(self.project(beside.ahead.value), True, beside.ahead.weight)
+        return logits_BLV
 
     def hidden(
         self,

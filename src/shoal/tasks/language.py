@@ -132,13 +132,15 @@ class LanguageModelling(Task):
 
     def _ahead(self, batch: Batch, beside: Any) -> tuple[str, float, Tensor]:
         """The loss of the token after the next, over the tokens for which both this token and the next one count."""
-        (hidden_BLD, weight), labels_BL = beside.ahead, batch["labels"]
+        ahead, labels_BL = beside.ahead, batch["labels"]
         counted_BL = (labels_BL[:, 1:] != IGNORED) & (labels_BL[:, :-1] != IGNORED)
-        hidden_BLD, weight_VD = hidden_BLD[:, :-1], output_of(self.players["model"], {"beside": beside})
+        if ahead.is_logits:
+            return "mtp", ahead.weight, cross_entropy(ahead.value[:, :-1].float(), labels_BL[:, 1:].masked_fill(~counted_BL, IGNORED))
+        hidden_BLD, weight_VD = ahead.value[:, :-1], output_of(self.players["model"], {"beside": beside})
         if labels_BL.device.type == "cpu" and not self.fixed_shapes and bool(counted_BL.any()):
-            return "mtp", weight, cross_entropy_of(hidden_BLD[counted_BL], weight_VD, labels_BL[:, 1:][counted_BL])
+            return "mtp", ahead.weight, cross_entropy_of(hidden_BLD[counted_BL], weight_VD, labels_BL[:, 1:][counted_BL])
         logits_BLV = F.linear(hidden_BLD, weight_VD.to(hidden_BLD.dtype))
-        return "mtp", weight, cross_entropy(logits_BLV.float(), labels_BL[:, 1:].masked_fill(~counted_BL, IGNORED))
+        return "mtp", ahead.weight, cross_entropy(logits_BLV.float(), labels_BL[:, 1:].masked_fill(~counted_BL, IGNORED))
 
     @torch.no_grad()
     def _score(self, logits_BLV: Tensor, batch: Batch, slots_B: Tensor, fresh: int) -> dict[str, Tensor]:
