@@ -33,6 +33,8 @@ SIZES = {
     "1b": ("[32768, 30720]", "1.01B"),
 }
 """Hidden layers of an MLP on digits (64 inputs, 10 classes)."""
+DISK = Path(__file__).parents[1] / "results"
+"""Git ignores it, and unlike /tmp it never lies in memory."""
 WORKERS, ROUNDS = 8, 2
 CASES = (
     ("mean, codec none", {}),
@@ -68,7 +70,8 @@ def measure(part: str = "") -> Iterator[Row]:
 
 def one_run(settings: dict[str, str]) -> tuple[int, int, float]:
     """Numbers of the model, the coordinator's largest resident memory in bytes, and the seconds of a round."""
-    with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:  # /tmp may lie in memory
+    DISK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=DISK) as folder:
         serving = Helper(__file__, "serve", settings=settings, folder=folder)
         helpers = [serving]
         try:

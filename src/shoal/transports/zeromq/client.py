@@ -273,6 +273,8 @@ class ZmqClient:
             number, message = wire.decode(received.parts, self._limits)
         except wire.Malformed as problem:
             self.traffic.refuse(problem.reason)
+            if isinstance(problem, wire.Oversized) and problem.number == self._number:  # no other answer will come
+                raise Refused(f"the answer is too large: {problem}", problem.reason) from None
             return None
         if number == self._number:
             return message
