@@ -2,8 +2,8 @@
 
 One process speaks for all workers, each with a connection and a name of its own, and sends the same synthetic gradient for all of them at
 once, as at the end of a round of `syncps`. The coordinator is that of `shoal coordinate`: transport, admission, journal, rule, optimizer.
-A row compares the largest resident memory of its process that is no file's page (those the system may drop) with what the same weights take
-in one process that trains them alone: weights, gradient, and the optimizer's state. `BENCH=large-models:1b` takes a billion numbers.
+A row compares what its process takes at most beyond what it has before the first worker joins (weights, gradient, the copy that workers
+read) with the weights in float32. Pages of files, which the system may drop, do not count. `BENCH=large-models:1b` takes a billion numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
 
 SIZES = {
-    "small": ("[1024, 1024]", "1.1M"),
+    "small": ("[3072, 3072]", "9.6M"),
     "": ("[8192, 8192]", "67.7M"),
     "100m": ("[10240, 9216]", "95.2M"),
     "1b": ("[32768, 30720]", "1.01B"),
@@ -63,9 +63,8 @@ def measure(part: str = "") -> Iterator[Row]:
             if held_in == "file":
                 given |= {"transport.uploads_at_once": "2"}
             size, peak, seconds = one_run(given)
-            alone = 3 * 4 * size  # weights, gradient, and the copy that workers read
             label = f"large-models, {shown}, {WORKERS} workers, {name}, held in {held_in}"
-            yield Row(label, peak / 1e9, alone / 1e9, "GB resident", peak / alone, "", f"{seconds:.1f} s a round")
+            yield Row(label, peak / 1e9, 4e-9 * size, "GB beyond the start", peak / (4 * size), "", f"{seconds:.1f} s a round")
 
 
 def one_run(settings: dict[str, str]) -> tuple[int, int, float]:
@@ -77,27 +76,32 @@ def one_run(settings: dict[str, str]) -> tuple[int, int, float]:
         try:
             helpers.append(Helper(__file__, "send", settings=settings))
             invitation = serving.hear()
-            peak = Peak(serving.process.pid)
+            before, peak = resident(serving.process.pid), Peak(serving.process.pid)
             helpers[1].say(invitation)
             size, seconds = helpers[1].hear()
-            return size, peak.stop(), seconds
+            return size, peak.stop() - before, seconds
         finally:
             for helper in helpers:
                 helper.close()
 
 
+def resident(pid: int) -> int:
+    """Resident bytes of a process that are no file's pages, which the system may drop."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
 class Peak:
-    """The largest anonymous memory of a process, looked at fifty times a second."""
+    """The largest memory of a process that is no file's page, looked at fifty times a second."""
 
     def __init__(self, pid: int) -> None:
-        self._file, self._ended, self.bytes = Path(f"/proc/{pid}/status"), threading.Event(), 0
+        self._pid, self._ended, self.bytes = pid, threading.Event(), 0
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
 
     def _look(self) -> None:
         while not self._ended.wait(0.02):
-            lines = self._file.read_text().splitlines()
-            self.bytes = max(self.bytes, next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0))
+            self.bytes = max(self.bytes, resident(self._pid))
 
     def stop(self) -> int:
         self._ended.set()

@@ -15,8 +15,8 @@ from shoal.coordinator.effects import Effect, Persist
 
 LEAST_THREAD_BYTES = 1 << 20
 """Records below this size are written at once: handing them to the thread takes longer."""
-_MOST_AHEAD = 16
-"""Bound on records that wait to be written, as each holds its frames in memory."""
+_MOST_AHEAD, _MOST_BYTES_AHEAD = 16, 256 << 20
+"""Bounds on the records that wait to be written and on their bytes, as each holds its frames in memory. One may wait, however long it is."""
 
 
 class JournalWriter:
@@ -27,7 +27,7 @@ class JournalWriter:
         self._append, self._carry_out, self._ready = append, carry_out, ready
         self._queue: deque[Effect] = deque()
         """Effects that are not carried out yet; the first is a record that is being written."""
-        self._ahead = 0
+        self._ahead = self._bytes_ahead = 0
         self._to_write: queue.SimpleQueue[Persist | None] = queue.SimpleQueue()
         self._written: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -37,7 +37,7 @@ class JournalWriter:
         small: list[Persist] = []
         """Records that are written together: mostly a contribution, and the round that closes with it."""
         for effect in effects:
-            if isinstance(effect, Persist) and not (self._queue or sum(map(len, effect.frames)) >= LEAST_THREAD_BYTES):
+            if isinstance(effect, Persist) and not (self._queue or _bytes_of(effect) >= LEAST_THREAD_BYTES):
                 small.append(effect)
                 continue
             if small:
@@ -51,7 +51,7 @@ class JournalWriter:
                 self._carry_out(effect)
         if small:
             self._append(small)
-        while self._ahead > _MOST_AHEAD:
+        while self._ahead > _MOST_AHEAD or (self._ahead > 1 and self._bytes_ahead > _MOST_BYTES_AHEAD):
             self._next(self._written.get())
         self.resume()
 
@@ -79,6 +79,7 @@ class JournalWriter:
             self._thread.start()
         self._queue.append(record)
         self._ahead += 1
+        self._bytes_ahead += _bytes_of(record)
         self._to_write.put(record)
 
     def _next(self, problem: BaseException | None) -> None:
@@ -86,7 +87,7 @@ class JournalWriter:
         if problem is not None:
             self._queue.clear()
             raise problem
-        self._queue.popleft()
+        self._bytes_ahead -= _bytes_of(self._queue.popleft())
         self._ahead -= 1
         while self._queue and not isinstance(self._queue[0], Persist):
             self._carry_out(self._queue.popleft())
@@ -102,3 +103,7 @@ class JournalWriter:
             self._ready()
             if problem is not None:
                 return
+
+
+def _bytes_of(effect: Effect) -> int:
+    return sum(map(len, effect.frames)) if isinstance(effect, Persist) else 0
