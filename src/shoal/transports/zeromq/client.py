@@ -215,9 +215,9 @@ class ZmqClient:
 
     def _share(self, line: _ClientSocket, parts: list[Frame]) -> SharedRoom | None:
         """Where the long frames of a request may lie, and those of its answer. The memory grows with the messages; it is never written to
-        while an older request may still be read from it."""
+        while an older request may still be read from it. Messages that need permits travel in pieces: what is shared stays in memory."""
         up, down = room_for(parts), self._longest_answer
-        if line.port is None or self._refusals >= _MOST_REFUSALS or not (up or down):
+        if line.port is None or self._refusals >= _MOST_REFUSALS or not 0 < max(up, down) < upload_permits.LARGE_BYTES:
             return None
         memory = self._memory
         if memory is None or memory.reference.port != line.port or len(memory.up) < up or len(memory.down) < down:
