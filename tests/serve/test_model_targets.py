@@ -123,6 +123,8 @@ def test_answers_at_once_follow_from_the_memory_beside_the_weights():
     loaded = LoadedModel(served, print, memory_bytes=size)
     assert loaded.limit == (5, "memory for the caches of 1,280 tokens, 256 for each answer")
     assert loaded.nbytes <= size
+    shared = LoadedModel(small_served(model, prefix_cache_tokens=4096), print, memory_bytes=size)
+    assert (shared.kept_tokens, shared.limit.answers) == (640, 2), "finished requests leave half of the memory to others"
     with pytest.raises(ShoalError, match="tiny takes about"):
         ModelPool.of_one(small_served(model, memory="10kB"), print)
 

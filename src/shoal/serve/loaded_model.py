@@ -63,6 +63,8 @@ class LoadedModel:
         self.weight_bytes = byte_count(served.model) + (served.adapters.nbytes if served.adapters is not None else 0)
         self.cache_bytes = 0.0
         """Memory that is kept for caches, and for copies of matrices."""
+        self.kept_tokens = settings.prefix_cache_tokens
+        """Tokens of the prefix cache."""
         if stages is not None:
             backend, self.limit = stages, AnswerLimit(answers_over_nodes(settings), "the layers are on several machines")
         else:
@@ -72,7 +74,7 @@ class LoadedModel:
             most_running=self.limit.answers,
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
-            kept_tokens=settings.prefix_cache_tokens,
+            kept_tokens=self.kept_tokens,
             warn=warn,
             speculation=None if settings.proposed_tokens == 0 else Speculation(settings.proposed_tokens),
         )
@@ -99,22 +101,24 @@ class LoadedModel:
 
     def _backend_here(self, warn: Callable[[str], None], memory_bytes: float | None) -> Backend:
         """The backend of a model that is whole on this machine. The steps that a GPU records have no adapters."""
-        served, kept = self.served, self.served.settings.prefix_cache_tokens
+        served = self.served
         if served.adapters is None and is_paged(served.model, served.beside):
-            return self._paged_backend(memory_bytes, kept)
+            return self._paged_backend(memory_bytes)
         if served.adapters is not None and next(served.model.parameters()).is_cuda:
             warn(f"{served.name} has adapters, so its requests are decoded step by step, without the recorded steps of the GPU")
         local = LocalBackend(served.model, served.beside, served.adapters, memory_bytes)
+        kept = self.kept_tokens = int(min(self.kept_tokens, local.cache_tokens / 2))
         self.limit = answer_limit(served.settings, local.cache_tokens - kept, local.longest, on_gpu=local.device.type == "cuda")
         tokens = min(local.cache_tokens, self.limit.answers * min(local.longest, COUNTED_TOKENS) + kept)
         self.cache_bytes = local.copied_bytes + (tokens * local.token_bytes if local.token_bytes else 0)
         return local
 
-    def _paged_backend(self, memory_bytes: float | None, kept: int) -> Backend:
+    def _paged_backend(self, memory_bytes: float | None) -> Backend:
         served = self.served
         device = next(served.model.parameters()).device
         memory_bytes = memory_for_layers(device) if memory_bytes is None else memory_bytes
         tokens = paged_tokens(served.model, memory_bytes)
+        kept = self.kept_tokens = int(min(self.kept_tokens, tokens / 2))
         self.limit = answer_limit(served.settings, tokens - kept, served.model.max_seq_len or LONGEST_UNBOUNDED, on_gpu=True)
         self.cache_bytes = memory_bytes
         return PagedBackend(served.model, most_running=self.limit.answers, kept_tokens=kept, memory_bytes=memory_bytes)

@@ -103,7 +103,8 @@ class Serving(Section):
     """Hidden states between machines: in the model's own type, or rounded to one byte each. With int8, answers are no longer exactly those
     of one machine."""
     prefix_cache_tokens: NonNegativeInt = 4096
-    """Tokens of finished requests that stay in the prefix cache: a prompt with the same beginning skips it. 0: no cache."""
+    """Tokens of finished requests that stay in the prefix cache: a prompt with the same beginning skips it. They take at most
+    half of the memory for caches. 0: no cache."""
     proposed_tokens: Annotated[int, NumberBounds(at_least=0, at_most=16)] | None = None
     """Most tokens that are proposed after the last one of an answer and verified in the same step (speculative decoding). What is proposed
     followed where the last tokens occurred before, in the prompt or the answer; texts stay the same. Null: as many as save time, by what
