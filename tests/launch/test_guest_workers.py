@@ -154,13 +154,15 @@ def version_of(folder: Path) -> int:
         pytest.param({"strategy": {"kind": "async"}}, marks=pytest.mark.long),
         pytest.param({"strategy": {"kind": "edp"}}, marks=pytest.mark.long),
         pytest.param({"strategy": {"kind": "diloco", "inner_steps": 4}}, marks=pytest.mark.long),
+        pytest.param({"strategy": {"kind": "async"}, "engine": {"kind": "ddp"}}, marks=pytest.mark.long),
     ],
-    ids=["workunits", "workunits-postgres", "syncps-postgres", "syncps-xmlrpc", "async", "edp", "diloco"],
+    ids=["workunits", "workunits-postgres", "syncps-postgres", "syncps-xmlrpc", "async", "edp", "diloco", "ddp"],
 )
 def test_a_guest_gives_way_returns_and_the_run_loses_nothing(
     processes: Processes, layers: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = ["--slowdown", "30"]  # so that the run does not end before the person returns
+    slow += ["--set", "launch.devices_per_node=2"] if "engine" in layers else []
     with coordinated(processes, *slow, **layers) as (coordinator, _, guest):
         guest.wait_for(lambda: version_of(processes.folder) >= 2, "the guest works")
         assert guest.pause() < watching.LEAVE_S
@@ -280,6 +282,24 @@ def test_a_worker_learns_why_it_is_asked_to_leave(monkeypatch: pytest.MonkeyPatc
     assert json.loads(file.read_text()) == {"pause": "its computer is in use"}
     watcher.stop()
     thread.join(HANG_S)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_the_user_types_reaches_the_worker_that_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, early: bool) -> None:
+    monkeypatch.setattr(watching, "_CHECK_S", 0.02)
+    file = tmp_path / "lines"
+    program = f"import sys; sys.stdin.readline(); open({str(file)!r}, 'w').write(sys.stdin.readline() + sys.stdin.readline())"
+    watcher, _, _ = watched(program)
+    if early:
+        watcher.answer("yes")
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    eventually(lambda: watcher.worker is not None or not thread.is_alive(), "the worker runs")
+    if not early:
+        watcher.answer("yes")
+    watcher.answer(None)
+    thread.join(HANG_S)
+    assert file.read_text() == '{"answer": "yes"}\n{"answer": ""}\n'
 
 
 def test_a_load_must_be_low_for_a_while_before_the_worker_starts_again() -> None:

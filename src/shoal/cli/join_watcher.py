@@ -80,7 +80,7 @@ def _pass_answers_on(watcher: Watcher) -> None:
     """Pass on what the user types. Without a terminal there is no answer, which is a no."""
     for line in sys.stdin:
         watcher.answer(line.strip())
-    watcher.answer("")
+    watcher.answer(None)
 
 
 def write_service(arguments: argparse.Namespace) -> int:

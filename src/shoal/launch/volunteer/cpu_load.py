@@ -56,7 +56,8 @@ class OtherLoad:
             self._samples.popleft()
         first = self._samples[0]
         passed_s = (now.at - first.at) * self.cores
-        return max(0.0, (now.busy_s - first.busy_s) - (now.own_s - first.own_s)) / passed_s if passed_s > 0 else 0.0
+        share = (now.busy_s - first.busy_s - now.own_s + first.own_s) / passed_s if passed_s > 0 else 0.0
+        return min(1.0, max(0.0, share))
 
 
 def busy_seconds_here() -> float | None:

@@ -104,6 +104,7 @@ class Watcher:
         self._settle_s = min(FIRST_SETTLE_S, conditions.settle_s)
         self._failures, self._not_before = 0, clock()
         self._told = ""
+        self._typed, self._answering = list[str | None](), threading.Lock()
 
     def run(self) -> int:
         """Watch until the run is over, the worker cannot take part, or `stop` is called; the exit code. Raises ShoalError when the worker
@@ -122,10 +123,18 @@ class Watcher:
         """Ask the worker to leave, and end. Any thread may call this."""
         self._stopping.set()
 
-    def answer(self, line: str) -> None:
-        """Pass on what the user typed."""
+    def answer(self, line: str | None) -> None:
+        """Pass on what the user typed, to this worker or the next one. None: the user types no more, which answers all questions with no.
+        Any thread may call this."""
+        with self._answering:
+            self._typed.append(line)
+            self._pass_answers_on()
+
+    def _pass_answers_on(self) -> None:
         if self.worker is not None:
-            self.worker.send({"answer": line})
+            for line in self._typed:
+                self.worker.send({"answer": line or ""})
+            self._typed = [line for line in self._typed if line is None]
 
     def _turn(self) -> int | None:
         """Look at the worker and at the conditions once; return the exit code when nothing is left to watch."""
@@ -157,7 +166,10 @@ class Watcher:
             return
         self._held_since = now if self._held_since is None else self._held_since
         if now - self._held_since >= self._settle_s and now >= self._not_before:
-            self.worker, self._began_at, self._told = self.start(), now, ""
+            started = self.start()
+            with self._answering:
+                self.worker, self._began_at, self._told = started, now, ""
+                self._pass_answers_on()
             self._settle_s = self.conditions.settle_s
 
     def _ended(self, code: int) -> int | None:
