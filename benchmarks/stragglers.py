@@ -13,8 +13,8 @@ its documented choices is tried (part of an epoch or a whole one per round, all 
 and the best one competes, in turn with ours; so does the best without a time limit, that is, the one that learns from everybody's data.
 
 Where the time goes on two cores (Xeon, 2.5 GHz, 1.0 of a core's speed for the fastest worker): both cores are busy all the time. Of 10.6 s
-the coordinator's process took 9.4 s of a core, a quarter of that for an evaluation every 50 updates, and the workers 10 s together. A step of this small
-network takes less time than its journey: what would help is less work for each contribution, or more batches in each
+the coordinator's process took 9.4 s of a core, a quarter of that for an evaluation every 50 updates, and the workers 10 s together. A step
+of this small network takes less time than its journey: what would help is less work for each contribution, or more batches in each
 (`training.gradient_accumulation_steps`). With Flower, a round of half an epoch travels once for 230 steps.
 """
 
