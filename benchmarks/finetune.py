@@ -2,10 +2,11 @@
 
 A random Llama of 26M parameters with GPT-2's vocabulary learns the assistant's turns of conversations of 20 to 500 tokens. Rows are
 padded to the longest of a batch of eight, or packed into rows of 512 tokens, four a step; all weights are trained, or LoRA's of rank 8.
-Both sides read the same file with the same template, take the same steps, and run in processes of their own. CPU-seconds are those of a
-process and its threads between its third and its last step, divided by the tokens of the conversations in these steps, so that padding
-costs time and counts as nothing. TRL packs by its default strategy, which keeps conversations apart by their positions, and computes its
-default loss, `chunked_nll`. Memory is the peak of the whole process; Shoal's has the export of the model at the end, TRL writes none.
+Both sides read the same file with the same template, take the same steps, and run in processes of their own, on one thread.
+CPU-seconds are those of a process between its third and its last step, divided by the tokens of the conversations in these steps, so
+that padding costs time and counts as nothing. TRL packs by its default strategy, which keeps conversations apart by their positions, and
+computes its default loss, `chunked_nll`. Memory is the peak of the whole process; Shoal's has the export of the model at the end, TRL
+writes none.
 `python benchmarks/finetune.py` prints the table; results/peers/trl is made first.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from peers import figures, python
 from run import Row
 
-ROWS, LENGTH, STEPS, ROUNDS = 400, 512, 14, 3
+ROWS, LENGTH, STEPS, ROUNDS, THREADS = 400, 512, 14, 3, 1
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 1024}
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
@@ -65,7 +66,20 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 print(json.dumps({"seconds": marks[-1] - marks[1], "tokens": sum(tokens[2:]), "peak": peak}))
 """
 
-SHOAL = """
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+class WithoutUnused(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ("torchao", "deepspeed") else super().find_spec(name, path, target)
+sys.meta_path[:] = [WithoutUnused if one is PathFinder else one for one in sys.meta_path]
+"""
+"""The environments of the others lack these packages. transformers imports them where they are installed, though nothing here uses them."""
+
+SHOAL = (
+    HIDE
+    + """
 import json, resource, sys, time
 asked = json.loads(sys.argv[1])
 import torch
@@ -98,6 +112,7 @@ shoal.train(settings, run_dir=asked["out"], reporters=[Clock()])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 print(json.dumps({"seconds": marks[-1] - marks[1], "tokens": sum(tokens[2:]), "peak": peak}))
 """
+)
 
 
 class Cell(NamedTuple):
@@ -153,7 +168,12 @@ def make_data(file: Path) -> None:
 
 
 def taken(side: str, cell: Cell, place: Path) -> dict[str, Any]:
-    asked = {"model": str(place / "model"), "data": str(place / "rows.jsonl"), "out": tempfile.mkdtemp(dir=place) + "/run", "threads": 2}
+    asked = {
+        "model": str(place / "model"),
+        "data": str(place / "rows.jsonl"),
+        "out": tempfile.mkdtemp(dir=place) + "/run",
+        "threads": THREADS,
+    }
     asked |= {"steps": STEPS, "batch": 4 if cell.packed else 8, "length": LENGTH, "packed": cell.packed, "lora": cell.lora}
     if side == "peer":
         found: dict[str, Any] = figures("trl", TRL, json.dumps(asked))

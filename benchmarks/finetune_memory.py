@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune import DATA, make_tokenizer
+from finetune import DATA, HIDE, make_tokenizer
 from peers import python
 
 EVERY_S = 0.004
@@ -36,7 +36,8 @@ def say(**what):
 """
 
 SHOAL = (
-    COMMON
+    HIDE
+    + COMMON
     + """
 import peft, transformers  # so that libraries are not counted
 from transformers.models.llama import modeling_llama
@@ -63,7 +64,8 @@ settings = {
         "lora": {"rank": 8, "target_modules": asked["targets"]}},
     "data": {"source": {"kind": "text", "path": asked["data"]}, "sequence_length": asked["length"], "batching": "packed"},
     "training": {"batch_size": asked["batch"], "max_steps": asked["steps"], "device": "cpu",
-        "gradient_checkpointing": asked["checkpointing"], "optimizer": {"name": "AdamW", "learning_rate": 2e-4}},
+        "gradient_checkpointing": asked["checkpointing"], "precision": {"kind": asked["precision"]},
+        "optimizer": {"name": "AdamW", "learning_rate": 2e-4}},
     "evaluation": {"strategy": "never"}, "logging": {"every_steps": 100},
 }
 say(phase="loading")
@@ -129,6 +131,7 @@ class Cell(NamedTuple):
     side: str
     load: str
     checkpointing: bool = False
+    precision: str = "fp32"
 
 
 class Found(NamedTuple):
@@ -199,8 +202,9 @@ def cells(large: bool) -> Iterator[Cell]:
     for checkpointing in (True,) if large else (False, True):
         for load in ("fp32", "bf16", "int8", "nf4"):
             yield Cell("shoal", load, checkpointing)
+        yield Cell("shoal", "bf16", checkpointing, "bf16")  # as peft computes where the model is in bf16
         for load in ("bf16", "int8", "nf4"):
-            yield Cell("peft", load, checkpointing)
+            yield Cell("peft", load, checkpointing, "bf16" if load == "bf16" else "fp32")
 
 
 def measure(large: bool, place: Path, wanted: str = "") -> Iterator[tuple[Cell, Found]]:
@@ -216,9 +220,9 @@ def measure(large: bool, place: Path, wanted: str = "") -> Iterator[tuple[Cell, 
     asked |= {"batch": BATCH, "targets": ["q_proj", "v_proj"], "rows": ""}
     rows = place / f"rows-{large}.json"
     for cell in cells(large):
-        if wanted and not re.fullmatch(wanted, f"{cell.side}-{cell.load}-{cell.checkpointing}"):
+        if wanted and not re.fullmatch(wanted, f"{cell.side}-{cell.load}-{cell.checkpointing}-{cell.precision}"):
             continue
-        own = asked | {"load": cell.load, "checkpointing": cell.checkpointing}
+        own = asked | {"load": cell.load, "checkpointing": cell.checkpointing, "precision": cell.precision}
         if cell.side == "peft":
             command = [str(python("bitsandbytes")), "-c", PEFT, json.dumps(own | {"rows": str(rows)})]
         else:
@@ -236,4 +240,7 @@ if __name__ == "__main__":
             for cell, found in measure(large, Path(name), wanted):
                 peaks = "  ".join(f"{phase} {found.anonymous[phase]:5d} / {found.total[phase]:5d}" for phase in found.total)
                 recomputed = "recomputed" if cell.checkpointing else "kept"
-                print(f"{cell.side:6} {cell.load:5} {recomputed:11} {peaks}  loss {found.loss:.4f}  {found.seconds:.0f} s", flush=True)
+                print(
+                    f"{cell.side:6} {cell.load:5} {cell.precision} {recomputed:11} {peaks}  loss {found.loss:.4f}  {found.seconds:.0f} s",
+                    flush=True,
+                )

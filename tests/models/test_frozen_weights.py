@@ -106,6 +106,32 @@ def test_a_large_matrix_is_restored_in_parts(kind: str, monkeypatch: pytest.Monk
     torch.testing.assert_close(low.float(), expected, rtol=0.05, atol=0.1)
 
 
+def test_int8_is_restored_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, scales = stored(matrix(300, 50), "int8")
+    expected = (codes.double() * scales.double().unsqueeze(1)).float()
+    monkeypatch.setattr(frozen_weights, "_WEIGHTS_AT_A_TIME", 64 * 50)
+    taken, multiply = list[int](), torch.mul
+    monkeypatch.setattr(torch, "mul", lambda one, other, out: (taken.append(len(one)), multiply(one, other, out=out))[1])
+    found = frozen_weights.restored(codes, scales, "int8", (300, 50), torch.float32)
+    assert taken == [64, 64, 64, 64, 44], "torch copies the codes that it multiplies"
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_restored_in_the_same_memory(kind: str) -> None:
+    layer, x = frozen(matrix(96, 64), kind), torch.randn(2, 64, requires_grad=True)
+    with torch.inference_mode():
+        expected = F.linear(x, layer.weight)
+        torch.testing.assert_close(layer(x), expected)
+    places = set[int]()
+    for other in (layer, frozen(matrix(96, 64), kind), layer):
+        for _, weight in frozen_weights._restored_rows(other.codes, other.scales, kind, other.shape, torch.float32):
+            places.add(weight.data_ptr())
+    assert len(places) == 1
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, -1))
+
+
 def test_an_output_matrix_of_few_bits_is_cast_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = matrix(7, 50), matrix(300, 50).bfloat16(), torch.tensor([0, 299, 17, 64, 5, 128, 200])
     monkeypatch.setattr(chunked_logprobs, "_CAST", 64 * 50)

@@ -186,7 +186,8 @@ def test_llama_cpp_adds_the_adapters_of_a_file_of_their_own(tmp_path: Path, kind
     adapted.save_pretrained(tmp_path / "adapters")
     file = tmp_path / "adapters" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "base"}))
-    assert main(["export", "base", "base.gguf", "--gguf", "f32"]) == 0
+    assert main(["export", "base", "base", "--gguf", "f32"]) == 0
+    assert "written: base.gguf" in capsys.readouterr().out
     assert main(["export", "adapters", "adapters.gguf", "--gguf", "f32", "--adapters"]) == 0
     assert main(["export", "adapters", "merged.gguf", "--gguf", "f32"]) == 0
     assert main(["export", "adapters", "q.gguf", "--gguf", "q8_0", "--adapters"]) == 2

@@ -101,7 +101,7 @@ def evaluate(target: str, other_data: str | None = None, overrides: list[Overrid
     if other_data is not None:
         run = settings_of(found, warn, [*overrides, *_reading(run, other_data)])
     parts = assemble(run, tokenizer_of=run_folder_of(found) if trained else None)
-    step, path = 0, found
+    step, path = 0, target  # what is found may be a copy that was converted
     if trained:
         checkpoint = weights_for_task(found, parts.engine.task, warn)
         parts.engine.load_weights(checkpoint.weights)

@@ -25,7 +25,7 @@ writes a checkpoint of torch.distributed.checkpoint.
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("shoal export", description="Write a model for other programs.", epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help=MODEL_HELP)
-    parser.add_argument("target", metavar="FOLDER", help="the new folder; with --gguf the new file")
+    parser.add_argument("target", metavar="FOLDER", help="the new folder; with --gguf the new file, NAME.gguf")
     parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them, or with --gguf llama.cpp")
     parser.add_argument("--transformers", action="store_true", help="a model of Shoal's own as one of Transformers that computes the same")
     types = ", ".join(GGUF_TYPES)
@@ -42,6 +42,8 @@ def run(argv: list[str]) -> int:
         parser.error("--dcp, --transformers, and --adapters or --gguf contradict each other: give one of them")
 
     target = Path(arguments.target)
+    if arguments.gguf and target.suffix != ".gguf":
+        target = target.with_name(f"{target.name}.gguf")  # by this ending programs know such a file
     push = _pusher(arguments.push, arguments.private) if arguments.push else None
     _write(arguments, target)
     print(f"written: {target}" + (f" ({target.stat().st_size / 1e6:,.1f} MB)" if target.is_file() else ""))

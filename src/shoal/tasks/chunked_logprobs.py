@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.work_buffer import WorkBuffer
+
 _LOGITS_AT_ONCE = 1 << 23
 """32 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
 _TIMES_ON_GPU = 8
@@ -27,6 +29,8 @@ _CACHED = 1 << 19
 """2 MiB in float32."""
 _CAST = 1 << 22
 """Weights of a matrix of few bits that are cast at a time: 16 MiB in float32."""
+_CAST_BUFFER = WorkBuffer()
+"""For the weights that are cast."""
 
 ToSlopes = Callable[[Tensor, Tensor, slice], list[Tensor]]
 """Figures of some tokens, by their logits, labels and places. In the place of the logits the loss's slope by these is written."""
@@ -161,10 +165,15 @@ def _is_cast_by_rows(matrix: Tensor, kind: torch.dtype) -> bool:
 
 
 def _cast_rows(wide_WD: Tensor, kind: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of the output matrix in a type: on a CPU some at a time, where it has fewer bits, since they would take gigabytes."""
-    step = max(1, _CAST // wide_WD.shape[1]) if _is_cast_by_rows(wide_WD, kind) else len(wide_WD)
+    """The rows of the output matrix in a type: on a CPU some at a time, where it has fewer bits, since they would take gigabytes. Such rows
+    are valid until the next ones are taken."""
+    if not _is_cast_by_rows(wide_WD, kind):
+        yield slice(0, len(wide_WD)), wide_WD.to(kind)
+        return
+    step = max(1, _CAST // wide_WD.shape[1])
     for start in range(0, len(wide_WD), step):
-        yield slice(start, start + step), wide_WD[start : start + step].to(kind)
+        rows_rD = wide_WD[start : start + step]
+        yield slice(start, start + step), _CAST_BUFFER.take(rows_rD.numel(), kind).view(rows_rD.shape).copy_(rows_rD)
 
 
 def _room(hidden_ND: Tensor, wide_WD: Tensor, rows: int) -> Tensor | None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.kernels import HAS_TRITON
+from shoal.work_buffer import WorkBuffer
 
 BLOCK = 64
 """Weights that share a scale in nf4."""
@@ -42,6 +43,8 @@ _WEIGHTS_AT_A_TIME = 1 << 16
 take them all."""
 _MOST_RESTORED = 1 << 22
 """Weights of a layer that a product on a CPU restores at a time: an output matrix of 128,000 tokens would take gigabytes."""
+_BUFFER = WorkBuffer()
+"""For weights that are restored."""
 _MOST_LEFT = 0.05
 """Share of a model's weights that may lie outside of linear layers and embeddings, and stay in float32."""
 
@@ -106,12 +109,17 @@ def _nonzero(scales: Tensor) -> Tensor:
     return torch.where(scales > 0, scales, 1.0)
 
 
-def restored(codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The matrix [O, I] that the bits give, rounded once to `dtype`."""
+def restored(
+    codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, int], dtype: torch.dtype, room: Tensor | None = None
+) -> Tensor:
+    """The matrix [O, I] that the bits give, rounded once to `dtype`. `room`: memory for it, as `_room_for` gives it."""
     if scales is None:
-        return codes.to(dtype)
+        return codes.to(dtype) if room is None else room.view(shape).copy_(codes)
     if kind == "int8":
-        return torch.mul(codes, scales.unsqueeze(1), out=torch.empty(shape, dtype=dtype, device=codes.device))
+        rounded = torch.empty(shape, dtype=dtype, device=codes.device) if room is None else room.view(shape)
+        for part in _parts(*shape, codes):  # torch makes a copy of the codes in `dtype`
+            torch.mul(codes[part], scales[part].unsqueeze(1), out=rounded[part])
+        return rounded
     codes, scales, blocks = codes.flatten(), scales.flatten(), scales.numel()
     table = _table(codes.device)
     if codes.is_cuda and HAS_TRITON:
@@ -120,7 +128,7 @@ def restored(codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, 
         return restore_nf4(codes, scales, table, BLOCK, dtype)[: shape[0] * shape[1]].view(shape)
     # A byte selects two weights: both lie side by side in a table of 256 numbers of 64 bits
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).view(torch.int64).flatten()
-    weight = torch.empty(blocks, BLOCK, dtype=dtype, device=codes.device)
+    weight = torch.empty(blocks, BLOCK, dtype=dtype, device=codes.device) if room is None else room.view(blocks, BLOCK)
     for part in _parts(blocks, BLOCK, codes):
         found = pairs.index_select(0, codes[part.start * BLOCK // 2 : part.stop * BLOCK // 2].int()).view(torch.float32)
         torch.mul(found.view(-1, BLOCK), scales[part].unsqueeze(1), out=weight[part])
@@ -143,7 +151,16 @@ def _restored_rows(
             codes, scales = codes.flatten(), scales.flatten()
             first, last = start * columns // BLOCK, math.ceil(part.stop * columns / BLOCK)
             own, beside = codes[first * BLOCK // 2 : last * BLOCK // 2], scales[first:last]
-        yield part, restored(own, beside, kind, (part.stop - start, columns), dtype)
+        some = (part.stop - start, columns)
+        yield part, restored(own, beside, kind, some, dtype, _room_for(own, beside, kind, some, dtype))
+
+
+def _room_for(codes: Tensor, scales: Tensor | None, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+    """Memory for a matrix that is used once, on a CPU; None: there is nothing to restore, or the device has an allocator that keeps up."""
+    if codes.device.type != "cpu" or codes.dtype == dtype:
+        return None
+    count = scales.numel() * BLOCK if kind == "nf4" and scales is not None else shape[0] * shape[1]
+    return _BUFFER.take(count, dtype)
 
 
 # Operators of their own: torch.compile would keep a weight that it sees restored for the backward pass
