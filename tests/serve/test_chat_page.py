@@ -234,6 +234,7 @@ def test_the_page_fits_a_phone_and_everything_has_a_name(page):
     sync_api.expect(page.locator("#conversations")).to_be_hidden()
     page.get_by_role("button", name="Settings", exact=True).click()
     sync_api.expect(page.locator("#settings")).to_be_visible()
+    sync_api.expect(page.locator("#send")).to_be_in_viewport(ratio=1)
     assert page.evaluate("document.documentElement.scrollWidth <= 360")
     for control in page.locator("button, input, select, textarea").all():
         named = control.evaluate("(one) => one.textContent.trim() || one.getAttribute('aria-label') || one.labels?.length")
