@@ -285,7 +285,8 @@ def test_prompts_of_one_length_that_come_together_are_read_together(kind):
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8], [7, 7, 7]]
     started, start = [], one.backend.start
     one.backend.start = lambda work: started.append(work.requests) or start(work)
-    one.submit(*(job(prompt, own) for prompt, own in zip(prompts, heard, strict=True)))
+    for prompt, own in zip(prompts, heard, strict=True):
+        one.submit(job(prompt, own))
     one.step()
     assert started == [(0, 1, 3), (2,)]
     finish(one)

@@ -162,7 +162,8 @@ def test_a_request_waits_for_pages_and_kept_texts_make_way():
     one = paged(model, running=2, kept=64)
     taken = one.backend.decoder.pool.take(one.backend.decoder.pool.free - 2)
     heard = [Heard() for _ in range(4)]
-    one.submit(*(job([i + 1] * 20, listener, 40) for i, listener in enumerate(heard)))
+    for i, listener in enumerate(heard):
+        one.submit(job([i + 1] * 20, listener, 40))
     one.step()
     assert len(one.running) == 2, "each needs a page"
     finish(one)

@@ -31,6 +31,7 @@ from shoal.models.generation.decoding import (
 )
 from shoal.serve.batched_kv_caches import PrefixCache
 from shoal.serve.constraints import TokenConstraint, apply_constraints
+from shoal.serve.fair_order import FairOrder
 from shoal.serve.speculation import NO_PROPOSAL, Proposal, Proposer, Speculation
 
 _PREFILL_SHARE = 0.75
@@ -243,6 +244,8 @@ class GenerationJob:
     adapter: str = ""
     """The name of the LoRA adapter that changes the weights; empty: none."""
     number: int = -1
+    request: int = -1
+    """The number of the first job of its request."""
     read: int = 0
     """Tokens of the prompt that the model has read, or is reading."""
     reused: int = 0
@@ -294,7 +297,7 @@ class QueueFullError(Exception):
 
 
 class BatchingEngine:
-    """Requests in order of arrival: some run, the others wait."""
+    """Requests: some answers are generated, the others wait."""
 
     def __init__(
         self,
@@ -324,6 +327,7 @@ class BatchingEngine:
         self.speculation = speculation if backend.can_verify else None
         self._cancelled: set[int] = set()
         self._next_number = 0
+        self._order = FairOrder(most_running)
         self._prefill_budget = _PrefillBudget(backend.smallest_chunk, backend.largest_chunk)
 
     def submit(self, *jobs: GenerationJob) -> list[int]:
@@ -331,8 +335,9 @@ class BatchingEngine:
         with self.arrived:
             if len(self.waiting) + len(jobs) > self.most_waiting + max(0, self.most_running - len(self.running)):
                 raise QueueFullError
+            first = self._next_number
             for job in jobs:
-                job.number, self._next_number = self._next_number, self._next_number + 1
+                job.number, job.request, self._next_number = self._next_number, first, self._next_number + 1
                 self.waiting.append(job)
             self.arrived.notify_all()
         return [job.number for job in jobs]
@@ -351,9 +356,13 @@ class BatchingEngine:
         """Start a token for every request that waits for none, and a chunk of the first prompt that is not read yet. Take the results."""
         self._end_cancelled()
         with self.arrived:
-            while self.waiting and len(self.running) < self.most_running and self._admit(self.waiting[0]):
-                self.running.append(self.waiting.popleft())
-                self._reuse(self.running[-1])
+            while len(self.running) < self.most_running:
+                job = self._order.next(self.waiting, self.running)
+                if job is None or not self._admit(job):
+                    break
+                self.waiting = deque(one for one in self.waiting if one is not job)
+                self.running.append(job)
+                self._reuse(job)
         self._start()
         start = self.clock()
         for batch, logits_BV in self.backend.results():
@@ -394,7 +403,7 @@ class BatchingEngine:
         self._prefill_budget.set_load(sum(job.read < len(job.prompt_ids) for job in self.running), len(decoding))
         budget = self._prefill_budget.tokens() if decoding else self.backend.largest_chunk * self.backend.microbatches
         budget -= sum(job.reading for job in self.running)
-        for job in self.running:
+        for job in self._order.unread(self.running):
             # A collector takes the chunks of a prompt in their order, and reports of machines may come in another
             while budget > 0 and job.read < len(job.prompt_ids) and not (job.collector and job.reading):
                 budget -= self._read(job, min(budget, self.backend.largest_chunk))
@@ -430,8 +439,7 @@ class BatchingEngine:
         beside = [one for one in others if fresh and whole and len(one.prompt_ids) == len(chunk)]
         jobs = [job, *beside[: budget // len(chunk) - 1]] if job.collector is None else [job]
         for one in jobs:
-            one.read += len(chunk)
-            one.reading += len(chunk)
+            self._add_read(one, len(chunk))
         ids = tuple(tuple(one.prompt_ids[one.read - len(chunk) : one.read]) for one in jobs)
         output = None if job.collector is None else job.collector.output
         self._begin(ForwardBatch(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids), output=output), jobs)
@@ -441,15 +449,19 @@ class BatchingEngine:
         """Start to read the rest of all prompts of which at most `budget` tokens are left together, in their order."""
         jobs: list[GenerationJob] = []
         ids: list[tuple[int, ...]] = []
-        for job in self.running:
+        for job in self._order.unread(self.running):
             rest = () if job.collector else tuple(job.prompt_ids[job.read :])
             if rest and sum(map(len, ids)) + len(rest) <= budget:
                 jobs.append(job)
                 ids.append(rest)
-                job.read += len(rest)
-                job.reading += len(rest)
+                self._add_read(job, len(rest))
         self._begin(ForwardBatch(tuple(job.number for job in jobs), tuple(ids)), jobs)
         return sum(map(len, ids))
+
+    def _add_read(self, job: GenerationJob, tokens: int) -> None:
+        job.read += tokens
+        job.reading += tokens
+        self._order.add_read(job, tokens)
 
     def _begin(self, batch: ForwardBatch, jobs: list[GenerationJob]) -> None:
         if self.backend.ahead and batch.needs_logits:
