@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.config.fields import Secret
+from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp
 from shoal.serve.api.completion import warp_for
@@ -343,6 +344,17 @@ def test_a_path_that_no_route_has_is_refused_in_json(service, method, path, stat
 
 def ask(service: ModelServer, path: str, body: dict) -> httpx.Response:
     return httpx.post(f"{url(service)}{path}", json=body, timeout=HANG_S)
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(service, monkeypatch):
+    encoded, encode = list[int](), ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encoded.append(len(text)) or encode(self, text))
+    for path, fields in (("completions", {"prompt": "a" * 3_000_000}), ("embeddings", {"input": "a" * 3_000_000})):
+        answer = httpx.post(f"{url(service)}/v1/{path}", json={"model": "tiny", **fields}, timeout=HANG_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert chat(service, messages=[{"role": "user", "content": "a" * 3_000_000}]).json()["error"]["param"] == "messages"
+    assert httpx.post(f"{url(service)}/tokenize", json={"prompt": "a" * 3_000_000}, timeout=HANG_S).status_code == 400
+    assert max(encoded) < 100_000
 
 
 def test_texts_become_tokens_and_tokens_texts(service):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def train(*settings: str) -> None:
 
 def served_ids(served: ServedModel, messages: list[Any]) -> list[int]:
     request = ChatRequest.model_validate({"model": "m", "messages": messages})
-    (ids,) = prompt_ids(request, served, 10**6)
+    (ids,) = prompt_ids(request, served, SimpleNamespace(vocab_size=10**6, longest=10**6))
     return ids
 
 

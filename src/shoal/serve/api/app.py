@@ -178,7 +178,7 @@ class Api:
         async with self.models.use(body.model) as (served, engine, token_texts, grammars):
             tools = tool_use(body, served.tool_format)
             described = body.tools if tools is not None and isinstance(body, ChatRequest) else []
-            prompts = await asyncio.to_thread(prompt_ids, body, served, engine.backend.vocab_size, described)
+            prompts = await asyncio.to_thread(prompt_ids, body, served, engine.backend, described)
             constraint = await constraint_for(body, tools, grammars)
             generation = Generation(engine, served, body, prompts, tools, constraint)
         writer = schema.ResponseWriter(generation, served.name, served.tokenizer, token_texts)

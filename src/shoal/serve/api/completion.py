@@ -20,6 +20,7 @@ from shoal.serve.api.requests import (
     ToolDefinition,
 )
 from shoal.serve.batching import (
+    Backend,
     BatchingEngine,
     EndReason,
     Finished,
@@ -37,6 +38,10 @@ from shoal.web.auth import RefusedError
 
 _LEAST_TOP_P = 1e-9
 """A request may say top_p 0, and means the most likely token."""
+_LETTERS_PER_TOKEN, _LEAST_LETTERS = 8, 1 << 14
+"""Of a text with more letters for each token of the context, the beginning is encoded first. English has four to five for a token."""
+_MOST_LETTERS = 1 << 18
+"""Of a text that is only to be encoded: that takes half a second, and requests that come meanwhile wait."""
 _INTERVAL_S = 0.04
 """Between two events of a stream, at least: an event takes the processor as long as some tokens take a fast GPU."""
 
@@ -293,22 +298,34 @@ def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: 
     return min(usual, longest - prompt) if request.token_limit is None else request.token_limit
 
 
-def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int, tools: Sequence[ToolDefinition] = ()) -> list[list[int]]:
+def prompt_ids(request: GenerationRequest, served: ServedModel, backend: Backend, tools: Sequence[ToolDefinition] = ()) -> list[list[int]]:
     """The token ids of the request's prompts. `tools`: that a conversation describes. Raises RefusedError."""
     for token in request.logit_bias:
-        if token >= vocab_size:
-            raise RefusedError(400, f"token {token} is not in the vocabulary of {vocab_size}", param="logit_bias")
+        if token >= backend.vocab_size:
+            raise RefusedError(400, f"token {token} is not in the vocabulary of {backend.vocab_size}", param="logit_bias")
     if isinstance(request, CompletionRequest):
-        return [encode_prompt(prompt, served, vocab_size, "prompt") for prompt in request.prompt]
+        return [encode_prompt(prompt, served, backend, "prompt") for prompt in request.prompt]
     assert isinstance(request, ChatRequest)
-    return [_conversation(request.messages, served, tools)]
+    return [_encode(_conversation(request.messages, served, tools), served, backend.longest, "messages")]
 
 
 def tokens_of(request: TokenizeRequest, served: ServedModel) -> list[int]:
     """The token ids of a text or a conversation. Raises RefusedError."""
-    if request.messages is not None:
-        return _conversation(request.messages, served)
-    return [*(served.start_ids if request.add_special_tokens else ()), *served.encode(request.prompt or "")]
+    is_chat = request.messages is not None
+    text = _conversation(request.messages, served) if request.messages is not None else request.prompt or ""
+    if len(text) > _MOST_LETTERS:
+        raise RefusedError(400, f"a text of at most {_MOST_LETTERS:,} letters becomes tokens", param="messages" if is_chat else "prompt")
+    return [*(served.start_ids if request.add_special_tokens and not is_chat else ()), *served.encode(text)]
+
+
+def _encode(text: str, served: ServedModel, longest: int, param: str) -> list[int]:
+    """The token ids of a text. Of one that is far too long only the beginning is encoded: others wait for the tokenizer meanwhile. Raises
+    RefusedError."""
+    most = max(_LETTERS_PER_TOKEN * longest, _LEAST_LETTERS)
+    if len(text) > most and len(served.encode(text[:most])) > longest:
+        message = f"this model's context is {longest} tokens, and {param} has more: shorten it"
+        raise RefusedError(400, message, param=param, code="context_length_exceeded")
+    return served.encode(text)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
@@ -317,13 +334,13 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
         raise RefusedError(400, f"{param} has a token that is not in the vocabulary of {vocab_size}", param=param)
 
 
-def _conversation(messages: Sequence[ChatMessage], served: ServedModel, tools: Sequence[ToolDefinition] = ()) -> list[int]:
+def _conversation(messages: Sequence[ChatMessage], served: ServedModel, tools: Sequence[ToolDefinition] = ()) -> str:
+    """The text of a conversation. Raises RefusedError."""
     try:
         turns = [one.model_dump(exclude_none=True) for one in messages]
-        text = served.template.prompt(messages_of(turns, "messages", "this request"), [*map(_described, tools)] or None)
+        return served.template.prompt(messages_of(turns, "messages", "this request"), [*map(_described, tools)] or None)
     except Exception as error:
         raise RefusedError(400, str(error), param="messages") from None
-    return served.encode(text)
 
 
 def _described(tool: ToolDefinition) -> dict[str, Any]:
@@ -332,10 +349,10 @@ def _described(tool: ToolDefinition) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": arguments_schema(tool.function.parameters)}}
 
 
-def encode_prompt(prompt: Prompt, served: ServedModel, vocab_size: int, param: str) -> list[int]:
+def encode_prompt(prompt: Prompt, served: ServedModel, backend: Backend, param: str) -> list[int]:
     """The token ids of a prompt, of which there is at least one. Raises RefusedError."""
     if isinstance(prompt, list):
-        check_tokens(prompt, vocab_size, param)
+        check_tokens(prompt, backend.vocab_size, param)
         return prompt
-    ids = [*served.start_ids, *served.encode(prompt)]
+    ids = [*served.start_ids, *_encode(prompt, served, backend.longest, param)]
     return ids or [served.tokenizer.eos_id or 0]

@@ -51,7 +51,7 @@ class HiddenStateMean(PromptCollector):
 def input_ids(request: EmbeddingRequest, served: ServedModel, engine: BatchingEngine) -> list[list[int]]:
     """The token ids of the request's texts. Raises RefusedError."""
     longest = engine.backend.longest
-    found = [encode_prompt(text, served, engine.backend.vocab_size, "input") for text in request.texts]
+    found = [encode_prompt(text, served, engine.backend, "input") for text in request.texts]
     for place, ids in enumerate(found):
         if len(ids) > longest:
             message = f"this model's context is {longest} tokens, and input {place} has {len(ids)}: shorten it"

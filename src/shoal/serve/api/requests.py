@@ -17,6 +17,7 @@ MOST_CHOICES, MOST_PROMPTS = 8, 64
 MOST_STOPS = 4
 MOST_BIASES = 300
 _MOST_CALLS, _MOST_TOOLS, _MOST_CHOICE_TEXTS = 128, 128, 1000
+_MOST_MESSAGES, _MOST_DETOKENIZED = 10_000, 1 << 16
 _LARGEST_BODY = 4 * 2**20
 _LARGEST_SEED = 2**63
 _MOST_TOKENS = 10**9
@@ -209,7 +210,7 @@ class GenerationRequest(StrictModel):
 class ChatRequest(GenerationRequest):
     is_chat = True
 
-    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES, description="The conversation so far.")
     max_completion_tokens: int | None = Field(
         default=None, ge=1, le=_MOST_TOKENS, description="The same as max_tokens, and taken before it."
     )
@@ -318,7 +319,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = Field(default=None, description="The name that GET /v1/models lists.")
     prompt: str | None = Field(default=None, description="The text.")
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description="The conversation.")
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=_MOST_MESSAGES, description="The conversation.")
     add_special_tokens: bool = Field(default=True, description="Begin a text with the token that the model expects before it.")
 
     @model_validator(mode="after")
@@ -330,7 +331,7 @@ class TokenizeRequest(StrictModel):
 
 class DetokenizeRequest(StrictModel):
     model: str | None = Field(default=None, description="The name that GET /v1/models lists.")
-    tokens: list[int] = Field(description="Token ids.")
+    tokens: list[int] = Field(max_length=_MOST_DETOKENIZED, description="Token ids.")
 
 
 _REQUESTS = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, ChatMessage)
