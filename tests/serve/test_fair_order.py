@@ -44,7 +44,7 @@ def test_one_place_goes_to_requests_in_their_order() -> None:
 
 def test_a_short_prompt_is_read_before_long_ones_that_came_earlier() -> None:
     one, long, short = engine(8), [Heard() for _ in range(5)], Heard()
-    one.backend.largest_chunk = 8
+    one.backend.largest_chunk = 32
     one.submit(*(job([number] * 40, listener, 3) for number, listener in enumerate(long)))
     one.step()
     one.step()
@@ -61,7 +61,7 @@ def test_a_short_prompt_is_read_before_long_ones_that_came_earlier() -> None:
 
 def test_many_short_prompts_do_not_keep_a_long_one_from_being_read() -> None:
     one, long = engine(4), Heard()
-    one.backend.largest_chunk = 8
+    one.backend.largest_chunk = 32
     one.submit(job([5] * 48, long, 1))
     for number in range(200):
         if long.end:

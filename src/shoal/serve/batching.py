@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -31,7 +31,6 @@ from shoal.models.generation.decoding import (
 )
 from shoal.serve.batched_kv_caches import PrefixCache
 from shoal.serve.constraints import TokenConstraint, apply_constraints
-from shoal.serve.fair_order import FairOrder
 from shoal.serve.speculation import NO_PROPOSAL, Proposal, Proposer, Speculation
 
 _PREFILL_SHARE = 0.75
@@ -330,7 +329,7 @@ class BatchingEngine:
         self.speculation = speculation if backend.can_verify else None
         self._cancelled: set[int] = set()
         self._next_number = 0
-        self._order = FairOrder(most_running)
+        self._order = _FairOrder(most_running)
         self._prefill_budget = _PrefillBudget(backend.smallest_chunk, backend.largest_chunk)
 
     def submit(self, *jobs: GenerationJob) -> list[int]:
@@ -721,3 +720,32 @@ class _PrefillBudget:
     def add_decode(self, seconds: float) -> None:
         self.credit_s = min(self.credit_s, 0.0) + _PREFILL_SHARE * self._prompts_per_decoder * seconds
         self.decode_s = moving_average(self.decode_s, seconds)
+
+
+class _FairOrder:
+    """The order in which requests get places and are read. One with many answers or long prompts lets others through.
+
+    Holds: a request never has all places, if there are several; of waiting requests the one with the fewest places gets the next one; of
+    prompts that are not read yet, that of the request of which the fewest tokens were read comes first, and every second time the oldest.
+    """
+
+    def __init__(self, most_running: int) -> None:
+        self._most_of_one = max(1, most_running - 1)
+        self._tokens: Counter[int] = Counter()
+        self._is_oldest_first = False
+
+    def next(self, waiting: Iterable[GenerationJob], running: Iterable[GenerationJob]) -> GenerationJob | None:
+        """The job that gets the next place; None: none of them may have it."""
+        places = Counter(job.request for job in running)
+        allowed = [job for job in waiting if places[job.request] < self._most_of_one]
+        return min(allowed, key=lambda job: places[job.request], default=None)
+
+    def unread(self, running: Iterable[GenerationJob]) -> list[GenerationJob]:
+        """The jobs whose prompts are not read yet, the next one first. `running`: the oldest first."""
+        found = [job for job in running if job.read < len(job.prompt_ids)]
+        self._tokens = Counter({job.request: self._tokens[job.request] for job in found})
+        self._is_oldest_first = not self._is_oldest_first
+        return found if self._is_oldest_first else sorted(found, key=lambda job: self._tokens[job.request])
+
+    def add_read(self, job: GenerationJob, tokens: int) -> None:
+        self._tokens[job.request] += tokens
