@@ -15,7 +15,8 @@ from shoal.coordinator.rounds import weights_publisher as publishing
 from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage, WeightsPublisher
 from shoal.updates import codecs
 
-CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05), TopKCodec(values="int4"))
+CHUNKED = TopKCodec(ratio=0.25, chunk=100, values="2-bit")
+CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05), TopKCodec(values="int4"), CHUNKED)
 SIZE = 5000
 
 
@@ -228,3 +229,31 @@ def test_differences_hang_out_and_everything_now_and_then() -> None:
         kinds.append([notice.kind for notice in bulletin.messages()])
     alone, both = ["difference"], ["full", "difference"]
     assert kinds == [["full"], ["full"], alone, alone, alone, both, alone, alone, alone, both, alone]
+
+
+def test_with_sparse_differences_a_worker_that_joins_gets_the_replica_of_others() -> None:
+    publisher, generator, vector = WeightsPublisher(CHUNKED), torch.Generator().manual_seed(0), torch.zeros(SIZE)
+    workers = [Replica(CHUNKED) for _ in range(3)]
+    for version in range(6):
+        moved(vector, generator, 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        for number, worker in enumerate(workers[: 2 if version < 4 else 3]):
+            fields, frames = publisher.since(f"s{number}", worker.version)
+            worker.take(fields["weights"], version, frames)
+    assert not torch.equal(workers[0].vector, vector), "sparse differences leave something out"
+    assert torch.equal(workers[2].vector, workers[0].vector)
+    assert publisher._kept == 1, "one replica, so one difference for each version"
+
+
+def test_what_sparse_differences_leave_out_comes_with_later_ones() -> None:
+    """Error feedback: without further changes the replica becomes the weights."""
+    publisher, vector = WeightsPublisher(CHUNKED), torch.zeros(SIZE)
+    worker = Replica(CHUNKED)
+    for version in range(40):
+        if version == 1:
+            moved(vector, torch.Generator().manual_seed(0), 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        fields, frames = publisher.since("s", worker.version)
+        sent = worker.take(fields["weights"], version, frames)
+        assert version == 0 or sent <= codecs.encoded_bytes(CHUNKED, SIZE)
+    assert float((worker.vector - vector).norm()) < 1e-3 * float(vector.norm())

@@ -35,7 +35,13 @@ SPARSE = [
     TopKCodec(ratio=0.3, values="int4"),
     TopKCodec(ratio=0.1, values="ternary"),
 ]
-CODECS: list[Codec] = [NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TernaryCodec(), *SPARSE]
+CHUNKED = [
+    TopKCodec(ratio=0.03, chunk=4096, values="2-bit"),
+    TopKCodec(ratio=0.25, chunk=100, values="2-bit"),
+    TopKCodec(ratio=0.0001, chunk=300),
+    TopKCodec(ratio=1.0, chunk=64, values="int8"),
+]
+CODECS: list[Codec] = [NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TernaryCodec(), *SPARSE, *CHUNKED]
 EACH: dict[str, Codec] = {"float32": NoCodec(), "int8": Int8Codec(), "int4": Int4Codec(), "ternary": TernaryCodec()}
 LOSSY = [codec for codec in CODECS if not isinstance(codec, NoCodec)]
 sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([BLOCK - 1, BLOCK, 2 * BLOCK + 1025]))
@@ -50,7 +56,26 @@ def size_of(frames: Sequence[bytes | memoryview]) -> int:
 
 
 def named(codec: Codec) -> str:
-    return f"{codec.kind}{getattr(codec, 'ratio', '')}{getattr(codec, 'values', '')}"
+    return f"{codec.kind}{getattr(codec, 'ratio', '')}{getattr(codec, 'values', '')}{getattr(codec, 'chunk', '') or ''}"
+
+
+def chunked_reference(codec: TopKCodec, values: torch.Tensor) -> torch.Tensor:
+    """Chunk by chunk with sorting, and the two magnitudes in float64."""
+    assert codec.chunk is not None
+    chosen, sent, expected = [], [], torch.zeros(len(values))
+    for start, part in zip(range(0, len(values), codec.chunk), values.split(codec.chunk), strict=True):
+        count = min(len(part), max(1, round(codec.ratio * len(part))))
+        indices = part.abs().sort(descending=True, stable=True).indices[:count].sort().values  # of equal ones the first
+        found = part[indices]
+        large = found.abs().double() > found.abs().double().mean()
+        means = [found.abs()[which].double().mean().float().bfloat16().float() for which in (~large, large)]
+        chosen.append(indices + start)
+        sent.append(found.sign() * torch.where(large, *means[::-1]) if codec.values == "2-bit" else found)
+    flat = torch.cat(sent)
+    if codec.values in ("int8", "int4", "ternary"):
+        flat = decode(EACH[codec.values], len(flat), encode(EACH[codec.values], flat, None))
+    expected[torch.cat(chosen)] = flat
+    return expected
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=named)
@@ -84,6 +109,8 @@ def test_a_vector_comes_back_as_near_as_the_codec_promises(codec: Codec, size: i
             expected = torch.where(sent.abs() > 0.5 * scale, sent.sign() * scale, 0.0)
             clear = (sent.abs() - 0.5 * scale).abs() > 1e-5 * scale  # rounding decides about the others
             assert torch.allclose(came[clear], expected[clear], rtol=1e-5, atol=0)
+    elif isinstance(codec, TopKCodec) and codec.chunk:
+        assert torch.equal(back, chunked_reference(codec, values))
     else:
         kept = max(1, round(codec.ratio * size))
         expected = torch.zeros(size)
@@ -175,7 +202,15 @@ def test_half_precision_is_the_same_bits_on_every_processor(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("codec", "times"), [(Fp16Codec(), 2.0), (Int8Codec(), 3.9), (Int4Codec(), 7.7), (TernaryCodec(), 19.0), (TopKCodec(ratio=0.01), 60.0)]
+    ("codec", "times"),
+    [
+        (Fp16Codec(), 2.0),
+        (Int8Codec(), 3.9),
+        (Int4Codec(), 7.7),
+        (TernaryCodec(), 19.0),
+        (TopKCodec(ratio=0.01), 60.0),
+        (CHUNKED[0], 113.0),
+    ],
 )
 def test_the_bytes_sent_are_the_bytes_claimed(codec: Codec, times: float) -> None:
     size = 1_000_000
@@ -234,7 +269,7 @@ def test_top_k_of_a_long_vector_is_the_true_one_whatever_the_sample_says(shape: 
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("codec", [NoCodec(), Int8Codec(), Int4Codec(), TernaryCodec(), TopKCodec()], ids=named)
+@pytest.mark.parametrize("codec", [NoCodec(), Int8Codec(), Int4Codec(), TernaryCodec(), TopKCodec(), *CHUNKED], ids=named)
 def test_a_number_that_is_not_finite_is_refused_on_arrival(codec: Codec, bad: float) -> None:
     values = vector(3000)
     values[1234] = bad

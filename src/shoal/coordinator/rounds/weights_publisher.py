@@ -1,7 +1,8 @@
 """Weights for workers: nothing, the difference to what they have, or all weights, whichever is smallest.
 
 For workers that get differences, a replica of their weights is kept, so that what one difference lost is in the next. Workers that were
-sent the same weights share a replica, and a difference is computed once for all of them.
+sent the same weights share a replica, and a difference is computed once for all of them. What a replica lacks is in no snapshot: a
+coordinator that restarts sends each worker full weights once.
 """
 
 from __future__ import annotations
@@ -62,12 +63,14 @@ class WeightsPublisher:
         self._kept = 0
         """Number of different replicas in use, needed at every pull."""
         self._updates: dict[tuple[Replica | None, Span | None], ReplicaUpdate] = {}
+        self._copies: dict[Replica, Frames] = {}
         self._dense = 0
 
     def publish(self, version: int, vector: Tensor, buffers: Tensor, span: Span | None = None) -> None:
         """Set the newest weights; since the version before only those in `span` have changed. The tensor may change in place."""
         self.version, self.vector, self.buffers, self.span = version, vector, buffers, span
         self._updates.clear()
+        self._copies.clear()
 
     def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
         """Header fields and frames that update a worker from version `have` to the newest one."""
@@ -79,7 +82,8 @@ class WeightsPublisher:
             replica = None
         anew = known != have or (replica is None and self._has_room())
         self._dense = max(0, self._dense - 1)
-        update = self._update(replica, None if anew or have != self.version - 1 else self.span)
+        shared = self._shared() if replica is None else None
+        update = self._update(replica, None if anew or have != self.version - 1 else self.span) if shared is None else self._copy(shared)
         self.forget(session)
         if update.end is not None:
             self._kept += update.end.holders == 0
@@ -106,6 +110,21 @@ class WeightsPublisher:
         if (replica, span) not in self._updates:
             self._updates[replica, span] = self._compute(replica, span)
         return self._updates[replica, span]
+
+    def _shared(self) -> Replica | None:
+        """The replica of the newest version that most workers have, where differences are sparse, and so leave out much for a while.
+
+        A worker that joins gets it: another replica would stay another one, and cost another difference for each version."""
+        if not self.codec.for_weights().sparse or (None, None) in self._updates:
+            return None
+        newest = [replica for version, replica in self._held.values() if version == self.version]
+        return max(newest, key=lambda replica: replica.holders, default=None)
+
+    def _copy(self, replica: Replica) -> ReplicaUpdate:
+        """All weights as in a replica, copied once for a version: the replica may move while the transport is sending."""
+        if replica not in self._copies:
+            self._copies[replica] = (frame_of(replica.vector.clone().numpy()),)
+        return ReplicaUpdate("full", self._copies[replica], None, replica)
 
     def _compute(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
         start, end = span or (0, self.vector.numel())

@@ -6,7 +6,7 @@ the sum of what was encoded. Received frames are untrusted: their lengths must b
 
     none   values <f4                        fp16   values <f2, saturated
     int8   scales <f4 per chunk, values i1   int4   scales <f4 per chunk, two values in a byte
-    topk   packed positions, values as in none, int8, int4 or ternary
+    topk   packed positions, values as in none, int8, int4 or ternary, or scales <u2 and values of two bits
     ternary   scales <f4 per chunk, five values in a byte
 """
 

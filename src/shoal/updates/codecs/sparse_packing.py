@@ -20,7 +20,7 @@ from shoal.updates.parallel_blocks import Floats, in_blocks
 Positions = NDArray[np.int64]
 Bits = NDArray[np.int32]
 
-_MAGNITUDE = np.int32(0x7FFFFFFF)
+MAGNITUDE = np.int32(0x7FFFFFFF)
 """All bits but the sign: as integers they are ordered like the absolute values, with infinities and NaN last."""
 _SAMPLE = 1 << 16
 _WIDE_ABOVE = 368
@@ -38,7 +38,7 @@ def largest(values: Floats, count: int, add: Floats | None = None) -> tuple[Posi
         positions, found = _at_least(values, np.int32(1), None)
     if len(positions) < count:
         return _filled_up(values, positions, count)
-    chosen = _select(found.view(np.int32) & _MAGNITUDE, count)
+    chosen = _select(found.view(np.int32) & MAGNITUDE, count)
     return positions[chosen], found[chosen]
 
 
@@ -49,7 +49,7 @@ def _estimate(values: Floats, count: int, add: Floats | None) -> np.int32:
     sample = values[indices] if add is None else values[indices] + add[indices]
     share = count / size * len(sample)
     rank = count if size == len(sample) else min(len(sample), int(share + 4 * share**0.5 + 2))
-    bits = sample.view(np.int32) & _MAGNITUDE
+    bits = sample.view(np.int32) & MAGNITUDE
     return max(np.int32(1), np.partition(bits, len(bits) - rank)[len(bits) - rank])
 
 
@@ -60,7 +60,7 @@ def _at_least(values: Floats, threshold: np.int32, add: Floats | None) -> tuple[
         block = values[start:end]
         if add is not None:
             block += add[start:end]
-        indices = np.flatnonzero((block.view(np.int32) & _MAGNITUDE) >= threshold)
+        indices = np.flatnonzero((block.view(np.int32) & MAGNITUDE) >= threshold)
         found[start] = indices + start, block[indices]
 
     in_blocks(len(values), search)
