@@ -2,11 +2,15 @@
 
 The real coordinator takes the contributions of real engines, one after the other in this process; only the two attackers are made up.
 They know what the honest ones send, which is the worst case. On MNIST where it is beside the checkout, else on the built-in digits.
+
+Then five of the eleven are free riders, which send what costs them nothing: the accuracy that is left with rules and with
+`updates.scorer`, and how much the scorer lets a free rider and an honest worker count.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +29,11 @@ from shoal.coordinator.run_plan import RunPlan
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_for_seat, held_out_batches
 from shoal.runs.run_size import data_extent, needed_contributions
+from shoal.runs.training.contribution_scorer import HeldOutScorer
 from shoal.updates import codecs
 from shoal.worker.session import SessionEndedError, WorkerSession
 
-WORKERS, FALSE = 11, 2
+WORKERS, FALSE, FREE = 11, 2, 5
 RULES: dict[str, dict[str, Any]] = {
     "mean": {"kind": "mean"},
     "trimmed mean": {"kind": "trimmed-mean", "trim_ratio": 2 * FALSE / WORKERS + 0.01},
@@ -70,6 +75,36 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
+def zeros(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """Nothing was computed."""
+    return torch.zeros(honest_ND.shape[1])
+
+
+def noise(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """A random vector as long as an honest one, from each."""
+    noise_ND = torch.randn(FREE, honest_ND.shape[1], generator=generator)
+    return noise_ND * (honest_ND.norm(dim=1).mean() / noise_ND.norm(dim=1, keepdim=True))
+
+
+def copies(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """All send what one honest worker sends."""
+    return honest_ND[0]
+
+
+class Stale:
+    """What an honest worker sent in the first round, for ever."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+
+    def __call__(self, honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+        self.first = honest_ND[0].clone() if self.first is None else self.first
+        return self.first
+
+
+FREE_RIDERS: dict[str, Callable[[], Attack]] = {"zeros": lambda: zeros, "noise": lambda: noise, "copies": lambda: copies, "stale": Stale}
+
+
 class Setting(NamedTuple):
     """What the attack takes place in."""
 
@@ -107,14 +142,16 @@ def configured(rule: Mapping[str, Any], setting: Setting, steps: int, data: Mapp
 class Cluster:
     """A coordinator and its workers, taking turns. In a stale setting each worker refreshes its weights only every few turns."""
 
-    def __init__(self, run: Run, attack: Attack | None, stale: bool) -> None:
-        self.run, self.attack, self.stale = run, attack, stale
+    def __init__(self, run: Run, attack: Attack | None, stale: bool, false: int = FALSE) -> None:
+        self.run, self.attack, self.stale, self.false = run, attack, stale, false
         policies = strategies.policies_for(run, WORKERS)
         self.parts = assemble(run, length=lambda samples: policies.length(data_extent(run, samples, WORKERS)).steps)
         length = policies.length(data_extent(run, self.parts.data, WORKERS))
         plan = RunPlan(
             run.updates, run.seed, WORKERS, needed_contributions(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2
         )
+        scorer = HeldOutScorer(self.parts, random.Random(0)) if run.updates.scorer.enabled else None
+        plan = plan._replace(scorer=scorer)
         self.learner = policies.apply.learner(self.parts.single, ())
         self.coordinator = Coordinator(plan, policies, self.learner)
         self.feeds = [feed_for_seat(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
@@ -164,7 +201,7 @@ class Cluster:
         engine.vector.copy_(now)
         stack = torch.stack(rows)
         if self.attack is not None:
-            stack[:FALSE] = self.attack(stack[FALSE:], self.generator)
+            stack[: self.false] = self.attack(stack[self.false :], self.generator)
         return stack
 
     def _contribute(self, seat: int, gradient: Tensor) -> None:
@@ -190,10 +227,28 @@ def accuracy(rule: str, attack: str | None, setting: Setting, steps: int, data: 
     return Cluster(run, ATTACKS[attack] if attack else None, stale=setting is SPARSE_AND_STALE).train()
 
 
+def free_riders(steps: int, data: Mapping[str, Any]) -> list[Row]:
+    """Rules and the scorer against workers that send what costs them nothing."""
+    clean, rows = accuracy("mean", None, PLAIN, steps, data), []
+    for name, attack in FREE_RIDERS.items():
+        for way in ("mean", "Krum", "scorer"):
+            updates = {"scorer": {"enabled": True, "kept": 0}} if way == "scorer" else {}
+            run = configured(RULES["mean" if way == "scorer" else way], Setting("", updates), steps, data)
+            cluster = Cluster(run, attack(), stale=False, false=FREE)
+            got = cluster.train()
+            target = "≥ 0.98" if way == "scorer" else "(for comparison)"
+            rows.append(Row(f"{way}, {FREE} of {WORKERS} send {name}", got, clean, "accuracy", got / clean, target))
+        scores = {worker: min(1.0, max(0.0, mean)) for worker, (mean, _) in cluster.coordinator.state.scores.items()}
+        free = sum(scores[f"w{seat}"] for seat in range(FREE)) / FREE
+        honest = sum(scores[f"w{seat}"] for seat in range(FREE, WORKERS)) / (WORKERS - FREE)
+        rows.append(Row(f"scorer, {name}: how much a free rider counts", free, honest, "of 1; an honest one", free / honest, "≤ 0.35"))
+    return rows
+
+
 def measure() -> list[Row]:
     mnist = Path(__file__).resolve().parents[2] / "shared" / "data" / "mnist"
     data = {"source": {"kind": "mnist", "path": str(mnist)}} if mnist.is_dir() else {}
-    rows = []
+    rows = free_riders(300, data)
     for setting in (PLAIN, SPARSE_AND_STALE):
         steps = 300 if setting is PLAIN else 600
         clean = accuracy("mean", None, setting, steps, data)

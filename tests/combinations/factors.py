@@ -163,6 +163,7 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "int4": {"updates.codec": {"kind": "int4"}},
         "ternary": {"updates.codec": {"kind": "ternary"}},
         "topk": {"updates.codec": {"kind": "topk", "ratio": 0.1}},
+        "chunks": {"updates.codec": {"kind": "topk", "ratio": 0.1, "chunk": 256, "values": "2-bit"}},
     },
     "rule": {
         "mean": {},
@@ -175,6 +176,7 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "contribution": {"updates.privacy.enabled": True, "updates.clip_norm": 1.0},
         "sample": {"updates.privacy.enabled": True, "updates.privacy.unit": "sample", "updates.clip_norm": 1.0},
     },
+    "scorer": {"off": {}, "on": {"updates.scorer": {"enabled": True, "batches": 1, "share": 1.0}}},
     "transport": {"zmq": {}, "xmlrpc": {"transport.kind": "xmlrpc"}, "postgres": {"transport": {"kind": "postgres", "host": "embedded"}}},
     "scheduler": {"none": {}, "priority": {"scheduler.kind": "priority"}, "gale-shapley": {"scheduler.kind": "gale-shapley"}},
 }

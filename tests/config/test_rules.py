@@ -37,6 +37,11 @@ FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank
 OWN = "model: {kind: huggingface, pretrained: gpt2, layers: own, "
 SHARED = "engine: {kind: fsdp, expert_parallel: 2}\n"
 BROKEN = [
+    (
+        "held-in",
+        "coordinator: {held_in: file}\nstrategy: {kind: syncps}\nupdates: {scorer: {enabled: true}}\n",
+        ["coordinator.held_in", "updates.scorer.enabled"],
+    ),
     ("held-in", "coordinator: {held_in: file}\nstrategy: {kind: diloco}\nmodel: {kind: moe}\n", ["coordinator.held_in", "model.kind"]),
     (
         "held-in",
@@ -313,6 +318,18 @@ BROKEN = [
         "codec",
         "updates: {codec: {kind: topk, error_feedback: false, error_decay: 0.9}}\n",
         ["updates.codec.error_decay", "updates.codec.error_feedback"],
+    ),
+    ("codec", "updates: {codec: {kind: topk, values: 2-bit}}\n", None),
+    ("scorer", "strategy: {kind: edp}\nupdates: {scorer: {enabled: true}}\n", ["updates.scorer.enabled", "strategy.kind"]),
+    (
+        "scorer",
+        "strategy: {kind: syncps}\nmodel: {kind: dcgan}\nupdates: {scorer: {enabled: true}}\n",
+        None,
+    ),
+    (
+        "scorer",
+        "strategy: {kind: syncps}\nmodel: {kind: moe}\nupdates: {scorer: {enabled: true}}\n",
+        ["updates.scorer.enabled", "model.kind"],
     ),
     (
         "rounds",

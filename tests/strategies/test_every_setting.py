@@ -42,6 +42,7 @@ CODECS = [
     {"kind": "ternary"},
     {"kind": "topk", "ratio": 0.05},
     {"kind": "topk", "ratio": 0.1, "values": "int4", "error_decay": 0.9},
+    {"kind": "topk", "ratio": 0.1, "values": "2-bit", "chunk": 256},
 ]
 RULES = [
     {"kind": "trimmed-mean"},

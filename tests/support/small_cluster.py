@@ -19,7 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.durable.contribution_files import ContributionFiles
 from shoal.coordinator.effects import Effect, LedgerEntry, Note, Persist, Published, Reply, StopRun
 from shoal.coordinator.events import RequestReceived, Tick
-from shoal.coordinator.run_plan import RunPlan
+from shoal.coordinator.run_plan import ContributionScorer, RunPlan
 from shoal.protocol.messages import PROTOCOL, Contribute, Join, WorkerRequest, header_of, parse
 from shoal.strategies import Policies
 from shoal.updates import codecs
@@ -129,10 +129,11 @@ class Cluster:
         heartbeat_s: float = 5.0,
         receipt_key: bytes = b"",
         held_files: ContributionFiles | None = None,
+        scorer: ContributionScorer | None = None,
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
         self.plan = RunPlan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
-        self.plan = self.plan._replace(pull_every=strategy.pull.every, held_files=held_files)
+        self.plan = self.plan._replace(pull_every=strategy.pull.every, held_files=held_files, scorer=scorer)
         self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
         self.now = 1000.0
         self.calls = 0

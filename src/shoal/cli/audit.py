@@ -43,6 +43,7 @@ def run(argv: list[str]) -> int:
         metavar="N",
         help="generate the answers of N units again with the weights of the run's checkpoints (strategy rollouts)",
     )
+    parser.add_argument("--scores", action="store_true", help="measure the kept rounds again that updates.scorer measured")
     arguments = parse_with_plugins(parser, argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
@@ -56,7 +57,21 @@ def run(argv: list[str]) -> int:
         if is_held(state_of(folder, settings)) is None:
             print("whether a coordinator is at work here is unknown: only its owner can open its lock")
     relays = [one for given in arguments.relay for one in _lost_by_relay(folder, settings, Path(given))]
-    return _verdict([*report.violations, *relays, *_regenerate(folder, settings, arguments.regenerate)], running)
+    again = _measure_again(folder, settings) if arguments.scores else []
+    return _verdict([*report.violations, *relays, *again, *_regenerate(folder, settings, arguments.regenerate)], running)
+
+
+def _measure_again(folder: Path, settings: Any) -> list[str]:
+    """Violations in scores, found by measuring them again."""
+    from shoal.runs.folder.measure_again import measure_again
+
+    found: list[str] = []
+    own = _from_database if _at(settings, "transport", "kind") == "postgres" else _from_files
+    evidence, _ = own(folder, settings, [], [], found)
+    done, violations = measure_again(folder, (line for _, line in evidence.ledger))
+    for line in done:
+        print(line)
+    return violations
 
 
 def _regenerate(folder: Path, settings: Any, most: int) -> list[str]:
@@ -98,6 +113,7 @@ def _audit_until_stable(folder: Path, settings: Any, claims: list[Path]) -> tupl
 
 def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     from shoal.coordinator.audit.run import audit
+    from shoal.coordinator.audit.scores import ScoreAudit
     from shoal.coordinator.audit.units import LagRule
 
     violations: list[str] = []
@@ -113,7 +129,9 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport
         warn(f"the strategy {kind} is of a plugin that is not loaded, so leased units are not checked: add --plugin FILE")
     units = getattr(strategy, "leases_units", False)
     lags = LagRule(_at(settings, "strategy", "max_lag")) if units and not getattr(strategy, "gives_answers", False) else None
-    return audit(evidence, violations, first, units=units, complete=complete, tasks=tasks, lags=lags), running
+    scorer = _at(settings, "updates", "scorer") or {}
+    scores = ScoreAudit(float(scorer["memory"])) if scorer.get("enabled") else None
+    return audit(evidence, violations, first, units=units, complete=complete, tasks=tasks, lags=lags, scores=scores), running
 
 
 def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase
 from shoal.coordinator.durable.journal_writer import JournalWriter
 from shoal.coordinator.durable.snapshots import SnapshotWriter
-from shoal.coordinator.effects import Dismiss, Effect, Issue, LedgerEntry, Note, Persist, Published, Reply, StopRun
+from shoal.coordinator.effects import Dismiss, Effect, Issue, LedgerEntry, Measured, Note, Persist, Published, Reply, StopRun
 from shoal.coordinator.events import Event, RequestReceived, ServingStarted, Tick
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.units.database_leases import DatabaseLeases
@@ -59,6 +59,8 @@ class DriverDeps(NamedTuple):
     database: LeaseDatabase | None = None
     """The server again, where it is a database that keeps the leases of units."""
     threads: bool = True
+    measured: Callable[[Measured], None] = lambda one: None
+    """Keeps what the scores of a round were measured with."""
     status: Callable[[], bytes] = lambda: b"{}"
     """Status of the run for its owner, as JSON."""
 
@@ -180,6 +182,8 @@ class CoordinatorDriver:
             self._write([effect])
         elif isinstance(effect, LedgerEntry):
             self.store.ledger.append(effect.line)
+        elif isinstance(effect, Measured):
+            self.deps.measured(effect)
         elif isinstance(effect, Dismiss) and self.leases is not None:
             self.leases.database.keep_out(effect.worker, effect.out)
         elif isinstance(effect, Published) and self.leases is not None and not self._replaying:

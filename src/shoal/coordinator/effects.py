@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from shoal.protocol.messages import Frames
 
 
@@ -39,6 +41,17 @@ class Published(NamedTuple):
     batches: int
 
 
+class Measured(NamedTuple):
+    """Keep what the scores of a round were measured with, for an audit."""
+
+    version: int
+    """Version whose weights the contributions were measured on."""
+    weights: Tensor
+    buffers: Tensor
+    contributions: Sequence[tuple[dict[str, Any], Frames]]
+    """The record and the frames of each contribution."""
+
+
 class Issue(NamedTuple):
     """Offer these units, by number, for this version in the database that keeps the leases. It cancels what is pending of older versions,
     and leases that lag more than `most_lag` versions."""
@@ -67,4 +80,4 @@ class StopRun(NamedTuple):
     reason: str
 
 
-Effect = Reply | Persist | LedgerEntry | Published | Issue | Dismiss | Note | StopRun
+Effect = Reply | Persist | LedgerEntry | Published | Measured | Issue | Dismiss | Note | StopRun

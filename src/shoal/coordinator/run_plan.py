@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -51,6 +52,22 @@ class RolloutLearner(Protocol):
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
         """Make the next version. Each unit: first sample, number of samples, and the two tensors that `read` returned."""
+
+
+class ContributionScorer(ABC):
+    """Measures weights on held-out data."""
+
+    @abstractmethod
+    def chooses(self) -> bool:
+        """Whether to measure a round; at random, so that workers cannot know."""
+
+    @abstractmethod
+    def draw(self) -> list[int]:
+        """Numbers of the held-out batches of a measurement, at random."""
+
+    @abstractmethod
+    def loss(self, weights: Tensor, buffers: Tensor, batches: Sequence[int]) -> float:
+        """The mean loss of these held-out batches."""
 
 
 class MemberLimits(NamedTuple):
@@ -167,6 +184,8 @@ class RunPlan(NamedTuple):
     """Steps of a worker between pulls."""
     most_lag: int | None = 0
     """Versions that may be made while a worker computes a unit; None: as many as the number of workers asks for."""
+    scorer: ContributionScorer | None = None
+    """Measures contributions; None: they all count."""
     rollouts: RolloutLearner | None = None
     """Handler for contributions that are rollouts; None in ordinary runs."""
 

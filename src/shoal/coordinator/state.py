@@ -75,6 +75,8 @@ class State:
     """By worker: units in a row that it failed."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """By worker in quarantine: the person on whose invitation it joined. The first to be let in again comes first."""
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    """By worker: its score and the number of its measurements (`updates/rules/scores.py`)."""
     upstream: dict[str, Any] = field(default_factory=dict)
     """Fields of a relay's `UpstreamState`."""
 

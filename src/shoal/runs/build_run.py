@@ -200,7 +200,7 @@ def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Ite
     """A function that yields the held-out batches from the start; None where the run is not evaluated."""
     if samples is None or run.evaluation.strategy == "never":
         return None
-    size, count = _evaluation_batch_size(run), held_out_count(run, samples)
+    size, count = evaluation_batch_size(run), held_out_count(run, samples)
 
     def batches() -> Iterator[data.Batch]:
         for start in range(0, count, size):
@@ -212,10 +212,10 @@ def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Ite
 def held_out_count(run: Run, samples: data.Samples) -> int:
     """Number of held-out samples that an evaluation takes."""
     most = run.evaluation.batches
-    return len(samples) if most is None else min(len(samples), most * _evaluation_batch_size(run))
+    return len(samples) if most is None else min(len(samples), most * evaluation_batch_size(run))
 
 
-def _evaluation_batch_size(run: Run) -> int:
+def evaluation_batch_size(run: Run) -> int:
     return run.evaluation.batch_size or 32
 
 

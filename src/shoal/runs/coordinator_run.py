@@ -22,6 +22,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
 from shoal.runs.build_run import RunParts, evaluation_batches
 from shoal.runs.folder.checkpoint import save_weights
+from shoal.runs.folder.measured_rounds import keep_round
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import WAITS_FOR_DATABASE, complete_status
 from shoal.runs.monitoring.members import MemberOverview
@@ -118,6 +119,7 @@ class CoordinatorLoop(RecordedLoop):
             new_session=lambda: secrets.token_hex(16),
             database=storage.board,
             status=lambda: self.status.as_json(),
+            measured=lambda one: keep_round(self.directory.path, one, self.run.updates.scorer.kept),
         )
         return CoordinatorDriver(self.coordinator, around)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from shoal.runs.relay import Relay
 from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
 from shoal.runs.storage import RunStorage, storage_for
 from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, relayed_tasks, split_into_tasks
+from shoal.runs.training.contribution_scorer import HeldOutScorer
 from shoal.runs.worker_run import JoinedWorker
 from shoal.strategies import RunLength
 from shoal.transports import Message
@@ -106,6 +108,8 @@ def _coordinating(
     opened = home.open(directory, welcome, _largest_frame(run, learner, welcome), agreed.expected)
     opened = opened._replace(board=opened.board if agreed.policies.feed.leased else None)
     plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
+    if run.updates.scorer.enabled and agreed.above is None:
+        plan = plan._replace(scorer=HeldOutScorer(agreed.parts, random.SystemRandom()))
     for reporter in reporters if run.scheduled and agreed.above is None and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
@@ -156,6 +160,8 @@ def _not_in_files(run: Run, plan: RunPlan) -> str:
         return "they are answers"
     if plan.experts is not None:
         return "workers may hold some experts only"
+    if run.updates.scorer.enabled:
+        return "updates.scorer measures all of a round"
     if run.updates.memory:
         return "updates.memory keeps a mean of each worker there"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from shoal.runs.coordinator_run import RunAgreement
 from shoal.runs.coordinator_setup import agree, plan_for
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, data_for
 from shoal.runs.run_size import needed_contributions, ranks_per_worker
+from shoal.runs.training.contribution_scorer import HeldOutScorer
 from shoal.simulate.machines import CALM, SimulatedMachine, Weather, weather_named, weather_of
 from shoal.simulate.meta_model import MetaModel, build_meta_model, data_of, is_read, shards_of
 from shoal.simulate.report import SimulationReport
@@ -153,6 +155,8 @@ def scenario_of(run: Run, agreed: RunAgreement, learns: bool) -> Scenario:
     plan, policies, engine = plan_for(run, agreed), agreed.policies, agreed.parts.single
     if learns:
         learner = policies.apply.learner(engine, agreed.spans)
+        if run.updates.scorer.enabled:
+            plan = plan._replace(scorer=HeldOutScorer(agreed.parts, random.Random(run.seed)))
         updates = LearnedUpdates(agreed.parts, policies, agreed.expected, agreed.spans)
         return Scenario(plan, policies, learner, updates, run.updates.codec.kind, run.strategy.kind)
     batches = run.training.gradient_accumulation_steps * ranks_per_worker(run)

@@ -93,6 +93,7 @@ def answers_are_made_with_whole_weights(settings: Settings, strategy: str, updat
         "updates.privacy.enabled": updates.privacy.enabled,
         "updates.clip_norm": updates.clip_norm is not None,
         "updates.memory": bool(updates.memory),
+        "updates.scorer.enabled": updates.scorer.enabled,
     }
     for path in (path for path, chosen in given.items() if chosen):
         message = f"workers of the strategy {strategy} send answers, and `{settings.spelling(path)}` is for updates of the weights"

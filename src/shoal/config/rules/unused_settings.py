@@ -30,6 +30,7 @@ _OF_PARTS_THAT_ARE_OFF = tuple(
         ("model.episodic_memory", EpisodicMemory.fields(), "nothing is remembered"),
         ("hub", ("repo_id", "push_interval", "private"), "nothing is uploaded"),
         ("training.gradient_health", _CLIP_VALUES, "gradient_health is off"),
+        ("updates.scorer", ("share", "batches", "memory", "kept"), "contributions are not measured"),
         ("updates.privacy", ("noise_multiplier", "unit", "delta"), "differential privacy is off"),
     )
     for name in names

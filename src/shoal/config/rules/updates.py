@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.config.derived_values import bucket_size, contributions, formula, quorum, tolerated
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import rule
+from shoal.config.schema.task import Task
 from shoal.config.schema.updates import Aggregation
 
 
@@ -21,6 +22,13 @@ def what_fades_is_kept(settings: Settings, kept: bool, decay: float) -> None:
     if decay < 1 and not kept:
         message = "what was left out is to fade, and none of it is kept"
         settings.report("codec", message, "updates.codec.error_decay", "updates.codec.error_feedback", help="leave one of them out")
+
+
+@rule("updates.codec.values", "updates.codec.chunk")
+def two_magnitudes_are_those_of_a_chunk(settings: Settings, values: str, chunk: int | None) -> None:
+    if values == "2-bit" and chunk is None:
+        message = "2-bit values have magnitudes for each chunk, and there are no chunks"
+        settings.report("codec", message, "updates.codec.values", "updates.codec.chunk", help="set updates.codec.chunk, such as to 4096")
 
 
 @rule("updates.aggregation.kind", "updates.aggregation.byzantine")
@@ -63,6 +71,25 @@ def steps_alone_have_no_single_samples(settings: Settings, inner: int, private: 
     if private and unit == "sample":
         message = "a worker of diloco sends where many steps led it: there is no gradient of a sample to clip"
         settings.report("privacy", message, "updates.privacy.unit", "strategy.kind", help="set updates.privacy.unit to contribution")
+
+
+@rule("updates.scorer.enabled", "strategy.kind")
+def a_score_compares_workers(settings: Settings, scored: bool, strategy: str) -> None:
+    if scored and strategy != "local" and contributions(settings)[0] == 1:
+        message = f"a score compares the contributions to a version, and with {strategy} each version has one"
+        help = "choose syncps or diloco, or more contributions to an update"
+        settings.report("scorer", message, "updates.scorer.enabled", contributions(settings)[1], help=help)
+
+
+@rule("updates.scorer.enabled", "task.kind", "model.kind")
+def a_score_is_a_loss_of_the_whole_model(settings: Settings, scored: bool, task: str, model: str) -> None:
+    measures = Task.kinds[task].measures
+    if scored and measures and "loss" not in measures:
+        message = f"a score is a loss on held-out data, and the task {task} has none"
+        settings.report("scorer", message, "updates.scorer.enabled", "task.kind", help="leave it out")
+    if scored and model == "moe":
+        message = "workers may hold some of a mixture's experts, and such contributions cannot be measured alone"
+        settings.report("scorer", message, "updates.scorer.enabled", "model.kind", help="leave it out, or choose an aggregation rule")
 
 
 @rule("updates.experts_apart", "model.kind")
@@ -121,14 +148,17 @@ def selection_is_honest(settings: Settings, select: int | None, byzantine: int |
         settings.report("selection", message, "updates.aggregation.select", path, "updates.aggregation.byzantine")
 
 
-@rule("coordinator.held_in", "model.kind", "strategy.kind", "updates.memory")
-def contributions_can_wait_in_files(settings: Settings, held_in: str | None, model: str, strategy: str, memory: float | None) -> None:
+@rule("coordinator.held_in", "model.kind", "strategy.kind", "updates.memory", "updates.scorer.enabled")
+def contributions_can_wait_in_files(
+    settings: Settings, held_in: str | None, model: str, strategy: str, memory: float | None, scored: bool
+) -> None:
     if held_in != "file":
         return
     for wrong, path, why in (
         (model == "moe", "model.kind", "a worker may hold some experts of a mixture only"),
         (strategy == "rollouts", "strategy.kind", "rollouts are answers, not updates"),
         (bool(memory), "updates.memory", "a mean of each worker's contributions stays in memory"),
+        (scored, "updates.scorer.enabled", "a measurement compares all of a round, decoded"),
     ):
         if wrong:
             settings.report("held-in", f"these contributions cannot wait in files: {why}", "coordinator.held_in", path)

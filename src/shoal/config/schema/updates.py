@@ -1,10 +1,22 @@
 """Updates: clipping, privacy, codecs, aggregation rules."""
 
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from shoal.config.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+from shoal.config.fields import (
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumberBounds,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Section,
+    Share,
+)
 from shoal.config.parts import Part
+
+ChunkLength = Annotated[int, NumberBounds(at_least=64, at_most=65536)]
 
 
 class Codec(Part, noun="codec"):
@@ -67,14 +79,22 @@ class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
     sparse = True
     ratio: PositiveShare = 0.01
     """Share of the values that is kept."""
-    values: Literal["float32", "int8", "int4", "ternary"] = "float32"
-    """Encoding of the kept values, and of the weights on the way back: float32, or as the codec of that name."""
+    chunk: ChunkLength | None = None
+    """Values in a chunk: this share of every chunk is kept, as in SparseLoCo (4096), also of the weights on the way back.
+
+    Null: the largest of the whole update; the weights on the way back are dense.
+    """
+    values: Literal["float32", "int8", "int4", "ternary", "2-bit"] = "float32"
+    """Encoding of the kept values, and of the weights on the way back: float32, as the codec of that name, or a sign and one of two
+    magnitudes of the chunk (2-bit; needs `chunk`)."""
     error_feedback: bool = True
     """Error feedback: values that were left out are added to the next update."""
     error_decay: PositiveShare = 1.0
     """Factor of the left-out values from one update to the next; below 1 they fade."""
 
     def for_weights(self) -> Codec:
+        if self.chunk:
+            return TopKCodec(ratio=self.ratio, chunk=self.chunk, values=self.values)
         return Codec.kinds["none" if self.values == "float32" else self.values]()
 
 
@@ -209,6 +229,24 @@ class Privacy(Section):
         return spent <= cls.protects_up_to
 
 
+class Scorer(Section):
+    """The coordinator measures whether contributions lower the loss on held-out data; those that do not count less, or not at all.
+
+    It is meant for workers that send what costs them nothing: zeros, noise, copies of others' updates, or their own old ones. The loss of
+    evaluations is then no longer that of data without any influence on the run, since the same held-out data is used.
+    """
+
+    enabled: bool = False
+    share: PositiveShare = 0.25
+    """Share of the rounds that are measured, chosen at random; and every round in which a worker contributes for the first time."""
+    batches: PositiveInt = 2
+    """Held-out batches of a measurement, drawn at random; each is computed once for every contribution."""
+    memory: Decay = 0.8
+    """Momentum of a worker's score, the running mean of its improvements relative to the round's median."""
+    kept: NonNegativeInt = 2
+    """Measured rounds whose weights and contributions stay in the run's folder, for `shoal audit --scores`; the newest ones."""
+
+
 class Updates(Section):
     """How contributions are clipped, encoded and combined."""
 
@@ -228,6 +266,7 @@ class Updates(Section):
 
     The rule then also finds a contribution that is false in one expert only. A radius (centered-clipping) holds for each part.
     """
+    scorer: Scorer = Scorer()
     below_quorum: Literal["wait", "stop"] = "wait"
     """What to do when too few workers are left for the aggregation rule."""
 

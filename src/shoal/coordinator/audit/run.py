@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from shoal.coordinator.audit.files import AuditInput, Key, Line, digest_of
+from shoal.coordinator.audit.scores import ScoreAudit
 from shoal.coordinator.audit.units import LagRule, UnitAudit
 
 _MOST_CLAIMS = 5
@@ -108,10 +109,12 @@ def audit(
     complete: bool = False,
     tasks: bool = False,
     lags: LagRule | None = None,
+    scores: ScoreAudit | None = None,
 ) -> AuditReport:
     """Check a run by its files. `first`: the version that it began with; None: any. `units`: its data was leased in units, each of which
-    must be accounted for. `lags`: how much less a late one counted; None: this is not checked. `complete`: it claims that all of its
-    epochs are done. `tasks`: a scheduler divided the same data, so no two seats may share a batch. `violations`: what could not be read."""
+    must be accounted for. `lags`: how much less a late contribution counted, and `scores`: one that lowers the loss less; None: this is
+    not checked. `complete`: it claims that all of its epochs are done. `tasks`: a scheduler divided the same data, so no two seats may
+    share a batch. `violations`: what could not be read."""
     report = AuditReport(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
     report.violations += _doubled_batches([one for key, one in tally.known.items() if key not in tally.not_taken], tasks)
@@ -121,6 +124,9 @@ def audit(
     report.violations += _lost(evidence, tally, open_now)
     report.violations += _misfit(evidence, tally, open_now)
     report.checked = _summary(evidence, tally, open_now)
+    if scores is not None:
+        report.violations += scores.violations(evidence.ledger)
+        report.checked += scores.summary()
     if lags is not None:
         report.violations += lags.violations(
             (*key, tally.known[key].base, tally.known[key].share, made) for key, made in tally.made.items()

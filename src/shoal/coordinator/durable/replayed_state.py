@@ -42,6 +42,7 @@ from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.relayed_round import RelayedRound, relay_round
 from shoal.coordinator.rounds.weights_publisher import WeightsPublisher
+from shoal.coordinator.rounds.worker_scores import WorkerScores
 from shoal.coordinator.run_plan import Learner, RunPlan
 from shoal.coordinator.state import HeldContribution, State, TaskPiece, ledger_line, mean_metrics
 from shoal.coordinator.units.cut import SettledUnits
@@ -84,6 +85,8 @@ class ReplayedState:
         """Buffer pool for decoding: fresh memory of that size costs more than the decoding."""
         self.memories: dict[str, Tensor] = {}
         """By worker: running mean of its updates (`updates.memory`)."""
+        self.scores = WorkerScores(plan.updates, plan.needed) if plan.updates.scorer.enabled and plan.above is None else None
+        """Weighs contributions by the scores of their workers; None: all count in full."""
         self._dropped: list[str] = []
         """Workers whose contributions the aggregation rule left out of the round that is being closed."""
         self.relayed: RelayedRound | None = None
@@ -186,7 +189,7 @@ class ReplayedState:
                     self.rounds.hold(record["round"], HeldContribution(record, self._kept(frames), *self._decode_again(record, frames)))
             case "closed":
                 held = self.rounds.open.pop(record["round"]).held
-                return self._move_weights([held[worker, seq] for worker, seq in record["contributions"]])
+                return self._move_weights([held[worker, seq] for worker, seq in record["contributions"]], record.get("scores"))
             case "combined":
                 self._relay(record)
             case "adopted":
@@ -274,22 +277,23 @@ class ReplayedState:
         state.count("accepted")
         self.rounds.hold(record["round"], contribution)
 
-    def _move_weights(self, contributions: list[HeldContribution]) -> list[Effect]:
-        """Combine a round's contributions and move the weights."""
+    def _move_weights(self, contributions: list[HeldContribution], measured: list[Any] | None) -> list[Effect]:
+        """Combine a round's contributions and move the weights. `measured`: the fields of a `HeldOutLosses`, if the round was measured."""
         if self.plan.rollouts is not None:
             units = [(*self._samples_of(one.record["unit"]), one.vector, one.buffers) for one in contributions]
             figures = self.plan.rollouts.learn(units, self.state.version)
             answers = [[one.record["unit"], one.record["base"], digest(one.frames)] for one in contributions]
             return self._advance(contributions, figures, answers=answers)
         unused = [one.vector for one in contributions] if self.plan.updates.codec.kind != "none" else []
-        update, buffers, share = self._combine(contributions)
+        counted, scored = self.scores.weigh(contributions, measured, self.state) if self.scores is not None else (contributions, {})
+        update, buffers, share = self._combine(counted)
         dropped, self._dropped = self._dropped, []
         figures = self.learner.apply(update, buffers, self.step, share)
-        if len(contributions) > 1 and update is not self.learner.gradient_buffer:
+        if len(counted) > 1 and update is not self.learner.gradient_buffer:
             unused.append(update)
         if unused:
             self._return_buffers(unused)
-        return self._advance(contributions, figures, **({"dropped": dropped} if dropped else {}))
+        return self._advance(contributions, figures, **({"dropped": dropped} if dropped else {}), **scored)
 
     def _advance(self, contributions: list[HeldContribution], figures: Mapping[str, float], **more: Any) -> list[Effect]:
         """Count and publish the next version, made of these contributions. `more`: further fields of its line in the ledger."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.config.schema.updates import Bucketing
 from shoal.coordinator.effects import Note
 from shoal.coordinator.members.table import MISSED_HEARTBEATS
+from shoal.coordinator.rounds.scoring import RoundScoring
 from shoal.coordinator.turn import CoordinatorContext, Turn
 
 GATHERING_S = 30.0
@@ -18,6 +19,7 @@ class RoundClosing:
     def __init__(self, context: CoordinatorContext) -> None:
         self.plan, self.policy, self.completion = context.plan, context.policies.rounds, context.completion
         self.rounds = context.replayed.rounds
+        self.scoring = RoundScoring(context, context.plan.scorer) if context.plan.scorer is not None else None
         self.first_workers = self.policy.first_workers(self.plan.expected)
         self.gathering = self.first_workers > 1
         """Whether expected workers are still awaited: at the start, and after the coordinator restarted."""
@@ -60,7 +62,8 @@ class RoundClosing:
         if self.policy.waits_for_all:
             self.rounds.miss(number)
         kind = "closed" if self.plan.above is None else "combined"
-        turn.record({"kind": kind, "round": number, "contributions": [list(key) for key in keys]})
+        scores = self.scoring.measure(turn, number, keys) if self.scoring is not None else {}
+        turn.record({"kind": kind, "round": number, "contributions": [list(key) for key in keys], **scores})
 
     def _weakness(self, workers: int) -> Note | None:
         """A warning for the first round in a row that closes with too few workers for the aggregation rule to protect it."""
