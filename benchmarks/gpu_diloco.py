@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco import SPARSE
+from diloco import CHUNKS, PLAIN_MEAN, SPARSE, parameters_in
 from run import Row
 
 WORKERS, INNER, TUNING = 8, 30, 30
@@ -58,6 +58,7 @@ WAYS: tuple[tuple[str, list[str], str], ...] = (
     ("H = 30, Muon", ["training.optimizer.name=Muon", "training.optimizer.beta2=null"], "≤ 1.03"),
     ("H = 30, 4-bit", ["updates.codec.kind=int4"], "≤ 1.06"),
     ("H = 30, sparse 18 %", SPARSE, "≤ 1.06"),
+    ("H = 30, 3 % in chunks", [*PLAIN_MEAN, *CHUNKS, "updates.codec.ratio=0.03"], "≤ 1.02"),
 )
 
 
@@ -114,9 +115,7 @@ def trained(text: Path, settings: list[str], workers: int, rounds: int) -> Outco
         if result.returncode:
             raise SystemExit(f"the run failed:\n{result.stdout}")
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
-    size = int(
-        next(line for line in result.stdout.splitlines() if " parameters, in " in line).split(" parameters")[0].split()[-1].replace(",", "")
-    )
+    size = parameters_in(result.stdout)
     loss, sent = summary["metrics"]["eval"]["loss"], summary.get("received_bytes", 0) + summary.get("sent_bytes", 0)
     print(f"  {loss:.4f}  {sent / 1e6:,.0f} MB  {time.monotonic() - started:.0f} s  {' '.join(settings)}", file=sys.stderr, flush=True)
     return Outcome(loss, sent, size)
@@ -159,3 +158,4 @@ def measure(part: str = "") -> Iterator[Row]:
             ours = outcome(text, [*chosen, *settings], WORKERS)
             yield Row(f"gpu-diloco, {name}: loss", ours.loss, peer.loss, "nats/byte", ours.loss / peer.loss, target)
             yield Row(f"gpu-diloco, {name}: bytes", ours.sent, sent, "both ways", sent / ours.sent, "")
+            yield Row(f"gpu-diloco, {name}: bytes a round", ours.sent, sent / INNER, "both ways", sent / INNER / ours.sent, "")
