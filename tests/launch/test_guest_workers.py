@@ -148,7 +148,7 @@ def version_of(folder: Path) -> int:
     "layers",
     [
         {},
-        POSTGRES,
+        pytest.param(POSTGRES, marks=pytest.mark.long),
         pytest.param(POSTGRES | {"strategy": {"kind": "syncps"}}, marks=pytest.mark.long),
         pytest.param(XMLRPC | {"strategy": {"kind": "syncps"}}, marks=pytest.mark.long),
         pytest.param({"strategy": {"kind": "async"}}, marks=pytest.mark.long),
