@@ -439,6 +439,12 @@ BROKEN = [
         SHARED + "model: {kind: moe}\ntraining: {precision: {kind: fp8, interval: 2}, allow_emulation: true}\n",
         ["training.precision.interval", "engine.expert_parallel"],
     ),
+    ("expert-parallel", SHARED + "model: {kind: huggingface, pretrained: x, lora: {rank: 2}}\n", None),
+    (
+        "expert-parallel",
+        SHARED + "model: {kind: huggingface, pretrained: x, layers: original}\n",
+        ["engine.expert_parallel", "model.layers"],
+    ),
     ("unknown-key", "model: {kind: moe}\nengine: {kind: ddp, expert_parallel: 2}\n", None),
     ("tasks", "strategy: {kind: async}\nscheduler: {kind: none, tasks: [{id: a}]}\n", ["scheduler.tasks", "scheduler.kind"]),
     ("tasks", "strategy: {kind: edp}\nscheduler: {tasks: [{id: a, data_share: 0.7}, {id: b, data_share: 0.7}]}\n", ["scheduler.tasks"]),

@@ -52,6 +52,8 @@ class FsdpEngine(Engine):
         self.sharding = Sharding(run, device, world)
         several = len(task.players) > 1
         self.shards = {name: ShardedNetwork(player, self.sharding, f"{name}." if several else "") for name, player in task.players.items()}
+        if self.sharding.experts is not None and not any(shards.experts for shards in self.shards.values()):
+            raise ShoalError("engine.expert_parallel: the model has no experts that devices could share: set it to 1")
         self.layouts = {name: shards.layout for name, shards in self.shards.items()}
         if run.training.compile is True:
             exclude_from_compilation()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import names_a_model, rule
 from shoal.config.schema.task import Task
@@ -120,9 +122,29 @@ def collectives_hold_all_experts(settings: Settings, held: tuple[int, ...] | Non
 
 @rule("engine.expert_parallel", "model.kind")
 def shared_experts_are_those_of_a_mixture(settings: Settings, ranks: int, model: str) -> None:
-    if ranks > 1 and model != "moe" and names_a_model(settings):
+    if ranks > 1 and model not in ("moe", "huggingface") and names_a_model(settings):
         message = f"a model of the kind {model} has no experts that devices could share"
         settings.report("expert-parallel", message, "engine.expert_parallel", "model.kind", help="set engine.expert_parallel to 1")
+
+
+@rule("engine.expert_parallel", "model.lora")
+def experts_beside_adapters_are_not_shared(settings: Settings, ranks: int, lora: Any) -> None:
+    if ranks > 1 and lora is not None:
+        message = "under LoRA fsdp keeps the layers of transformers, whose experts devices do not share"
+        settings.report(
+            "expert-parallel",
+            message,
+            "engine.expert_parallel",
+            "model.lora",
+            help="set engine.expert_parallel to 1, or model.lora to null",
+        )
+
+
+@rule("engine.expert_parallel", "model.layers")
+def layers_of_transformers_are_not_shared(settings: Settings, ranks: int, layers: str) -> None:
+    if ranks > 1 and layers == "original":
+        message = "devices share the experts of Shoal's own layers, not of those of transformers"
+        settings.report("expert-parallel", message, "engine.expert_parallel", "model.layers", help="set model.layers to auto")
 
 
 @rule("engine.expert_parallel", "model.experts.count", "engine.experts")
