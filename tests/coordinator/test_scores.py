@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.strategy import DiLoCo, SyncPs
-from shoal.config.schema.updates import Krum, Scorer, Updates
+from shoal.config.schema.updates import Krum, Scorer, TopKCodec, Updates
 from shoal.coordinator.audit.scores import ScoreAudit
 from shoal.coordinator.run_plan import ContributionScorer
 from shoal.updates import codecs
@@ -207,3 +207,19 @@ def test_the_first_measurements_count_alike_and_later_ones_fade() -> None:
     assert scores["a"].value == pytest.approx(1, abs=1e-3)
     assert factors({"a": Score(0.05, 1), "b": Score(2.0, 1)}, ["a", "b", "new"]) == {"a": 0.0}
     assert factors({"a": Score(-1.0, 1)}, ["a"]) == {}
+
+
+def test_with_sparse_differences_a_restarted_coordinator_has_the_same_weights() -> None:
+    """What its replicas lacked is in no record: a worker that comes back is sent the weights themselves, once."""
+    codec = TopKCodec(ratio=0.25, chunk=64, values="2-bit")
+    cluster, workers = cluster_of(3, Updates(scorer=SCORER, codec=codec))
+    for number in range(5):
+        play(cluster, workers, honest(cluster, 3, number))
+    other = Cluster(cluster.strategy, 3, updates=cluster.updates, learner=Numbers(SIZE), scorer=Never())
+    for record, frames in cluster.records:
+        other.carry_out(other.coordinator.replayed.apply(record, frames))
+    assert torch.equal(other.learner.vector, cluster.learner.vector)
+    back = other.join("w0", pull=False)
+    fields, frames = other.coordinator.publisher.since(back.session, 4)
+    assert fields["weights"] == "full"
+    assert torch.equal(codecs.decode(codecs.PLAIN, SIZE, frames), cluster.learner.vector)
