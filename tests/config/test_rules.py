@@ -36,6 +36,7 @@ STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
 FEW_BITS = "model: {kind: huggingface, pretrained: gpt2, load: int8, lora: {rank: 2}}\n"
 OWN = "model: {kind: huggingface, pretrained: gpt2, layers: own, "
 SHARED = "engine: {kind: fsdp, expert_parallel: 2}\n"
+NOT_SHARED = [SHARED + f"model: {{kind: huggingface, pretrained: FOLDER, {more}}}\n" for more in ("lora: {rank: 2}", "layers: original")]
 BROKEN = [
     (
         "held-in",
@@ -439,12 +440,7 @@ BROKEN = [
         SHARED + "model: {kind: moe}\ntraining: {precision: {kind: fp8, interval: 2}, allow_emulation: true}\n",
         ["training.precision.interval", "engine.expert_parallel"],
     ),
-    ("expert-parallel", SHARED + "model: {kind: huggingface, pretrained: x, lora: {rank: 2}}\n", None),
-    (
-        "expert-parallel",
-        SHARED + "model: {kind: huggingface, pretrained: x, layers: original}\n",
-        ["engine.expert_parallel", "model.layers"],
-    ),
+    ("expert-parallel", SHARED + "model: {kind: huggingface, pretrained: x}\n", ["engine.expert_parallel", "model.pretrained"]),
     ("unknown-key", "model: {kind: moe}\nengine: {kind: ddp, expert_parallel: 2}\n", None),
     ("tasks", "strategy: {kind: async}\nscheduler: {kind: none, tasks: [{id: a}]}\n", ["scheduler.tasks", "scheduler.kind"]),
     ("tasks", "strategy: {kind: edp}\nscheduler: {tasks: [{id: a, data_share: 0.7}, {id: b, data_share: 0.7}]}\n", ["scheduler.tasks"]),
@@ -547,6 +543,14 @@ def test_a_broken_rule_is_an_error_with_its_places(tmp_path: Path, code: str, te
     assert all(label.span.line for label in problem.labels)
     if paths is not None:
         assert [label.text.strip("`") for label in problem.labels] == paths
+
+
+def test_experts_of_a_folder_are_shared_but_not_under_lora(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_experts": 8}')
+    assert load(tmp_path, SHARED + f"model: {{kind: huggingface, pretrained: '{tmp_path}'}}\n").ok
+    for text in NOT_SHARED:
+        loaded = load(tmp_path, text.replace("FOLDER", f"'{tmp_path}'"))
+        assert [problem.code for problem in loaded.problems if problem.severity == "error"] == ["expert-parallel"]
 
 
 def test_the_same_files_mended_load(tmp_path: Path) -> None:
@@ -681,7 +685,7 @@ def test_every_rule_is_exercised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     originals = list(RULES)
     monkeypatch.setattr(rules, "RULES", [recorded(rule) for rule in originals])
-    for text in [text for _, text, _ in BROKEN] + WARNED:
+    for text in [text for _, text, _ in BROKEN] + WARNED + NOT_SHARED:
         load(tmp_path, text)
     assert reported == {rule.check.__name__ for rule in originals}
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import names_a_model, rule
 from shoal.config.schema.task import Task
+
+_MOST_OF_CONFIG = 1 << 20
+"""Bytes of a model's config.json that are read."""
 
 
 @rule("model.hidden_size", "model.num_heads")
@@ -125,6 +130,23 @@ def shared_experts_are_those_of_a_mixture(settings: Settings, ranks: int, model:
     if ranks > 1 and model not in ("moe", "huggingface") and names_a_model(settings):
         message = f"a model of the kind {model} has no experts that devices could share"
         settings.report("expert-parallel", message, "engine.expert_parallel", "model.kind", help="set engine.expert_parallel to 1")
+
+
+@rule("engine.expert_parallel", "model.pretrained")
+def a_folder_names_the_experts_that_are_shared(settings: Settings, ranks: int, pretrained: str) -> None:
+    if ranks > 1 and not _names_experts(Path(pretrained).expanduser() / "config.json"):
+        message = f"{pretrained} is no folder here whose config.json names experts that devices could share"
+        help = "set engine.expert_parallel to 1; download a mixture first, and name its folder"
+        settings.report("expert-parallel", message, "engine.expert_parallel", "model.pretrained", help=help)
+
+
+def _names_experts(file: Path) -> bool:
+    try:
+        with file.open("rb") as content:
+            config = json.loads(content.read(_MOST_OF_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and any(isinstance(config.get(name), int) for name in ("num_experts", "num_local_experts"))
 
 
 @rule("engine.expert_parallel", "model.lora")
