@@ -115,7 +115,7 @@ def test_losses_and_gradients_are_those_of_trl(loss: str) -> None:
 @pytest.mark.parametrize("loss", list(CASES))
 def test_only_losses_that_compare_with_the_initial_model_keep_a_copy_of_it(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("shoal.tasks.dpo.Reference", lambda model, weights: made.append(model) or Reference(model, weights))
+    monkeypatch.setattr("shoal.tasks.dpo.Reference", lambda model: made.append(model) or Reference(model))
     task = task_for(loss)
     assert len(made) == (loss not in ("orpo", "simpo"))
     assert hasattr(task, "reference") == bool(made)

@@ -22,6 +22,7 @@ from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.files import make_folder, write_file
+from shoal.models.packed.layers import packing
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.resume_rules import Settings, changed_settings, forbidden_changes, format_changes, settings_of
@@ -99,7 +100,7 @@ def assemble(
     feed = feed_for_seat(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
     engine = _engine(run, task, device, steps, world, live)
-    task.place_frozen(engine.hold)
+    task.place_frozen(packing(engine.hold, run.serving.weights))
     return RunParts(run, samples, engine, feed)
 
 
@@ -146,7 +147,7 @@ def _with_rollouts(
     assert samples.info.tokenizer is not None
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
-    reference = Reference(task.players["model"], run.serving.weights)  # before an engine cuts the networks into parts
+    reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
     engine = _engine(run, task, device, steps, world, live)
     reward = reward_for(run, live)
     policy = cast("PolicyGradient", task)  # the only task that learns from answers

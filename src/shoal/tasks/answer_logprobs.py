@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.models.packed.layers import pack_linear_layers
 from shoal.tasks.base import IGNORED, Batch, Loss, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of, output_of
 from shoal.tasks.language import READ_BESIDE
@@ -153,9 +152,7 @@ class PreferenceTask(Task):
 class Reference:
     """The reference model, which does not learn: a frozen copy of the initial model, or the model itself with LoRA switched off."""
 
-    def __init__(self, model: Any, weights: str = "auto") -> None:
-        """`weights`: how the copy's matrices are held: see `serving.weights`."""
-        self._weights = weights
+    def __init__(self, model: Any) -> None:
         self._adapted = model if getattr(model, "has_adapters", False) else None
         self._copy: nn.Module | None = None
         if self._adapted is None:
@@ -172,7 +169,6 @@ class Reference:
         other = self.beside(model)
         if self._copy is not None:
             other._copy = hold(self._copy)
-            pack_linear_layers(other._copy, self._weights)
         return other
 
     @torch.no_grad()

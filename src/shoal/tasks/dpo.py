@@ -30,7 +30,7 @@ Compared = tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]
 def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> PreferenceTask:
     if task.loss in ("orpo", "simpo"):
         return (Orpo if task.loss == "orpo" else SimPo)(players, task)
-    return (Kto if task.loss == "kto" else Dpo)(players, task, run.serving.weights)
+    return (Kto if task.loss == "kto" else Dpo)(players, task)
 
 
 class _AgainstReference(PreferenceTask):
@@ -38,10 +38,9 @@ class _AgainstReference(PreferenceTask):
 
     headline = "loss"
 
-    def __init__(self, players: dict[str, nn.Module], settings: schema.Dpo, weights: str = "auto") -> None:
-        """`weights`: of the reference."""
+    def __init__(self, players: dict[str, nn.Module], settings: schema.Dpo) -> None:
         self.players, self.settings = players, settings
-        self.reference = Reference(players["model"], weights)
+        self.reference = Reference(players["model"])
 
     def place_frozen(self, hold: Callable[[nn.Module], nn.Module]) -> None:
         self.reference = self.reference.held(hold, self.players["model"])

@@ -16,7 +16,7 @@ from shoal.coordinator.effects import Effect, Persist
 LEAST_THREAD_BYTES = 1 << 20
 """Records below this size are written at once: handing them to the thread takes longer."""
 _MOST_AHEAD, _MOST_BYTES_AHEAD = 16, 256 << 20
-"""Bounds on the records that wait to be written and on their bytes, as each holds its frames in memory. One may wait however long it is."""
+"""Bounds on the records that wait to be written and on their bytes, as each holds its frames in memory. One may wait, however long."""
 
 
 class JournalWriter:

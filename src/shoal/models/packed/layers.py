@@ -138,6 +138,17 @@ def pack_linear_layers(model: nn.Module, weights: str) -> int:
     return done
 
 
+def packing(hold: Callable[[nn.Module], nn.Module], weights: str) -> Callable[[nn.Module], nn.Module]:
+    """A function that keeps a model which does not learn as `hold` does, with its linear layers packed for `serving.weights`."""
+
+    def hold_packed(network: nn.Module) -> nn.Module:
+        held = hold(network)
+        pack_linear_layers(held, weights)
+        return held
+
+    return hold_packed
+
+
 def checked_kinds(given: Any) -> dict[str, str]:
     """The kinds of a model's layers by the names of their weights, as another machine sent them. Raises ShoalError."""
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and kind in KINDS for name, kind in given.items()):

@@ -38,6 +38,7 @@ from shoal.files import make_folder, write_file
 from shoal.models.generation.batch_sampling import SampledAnswers, sample
 from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
+from shoal.models.packed.layers import packing
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.tasks import Batch, advantages
 from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_text, as_used
@@ -216,7 +217,7 @@ class RolloutFeed(AnswerFeed):
         self.world = World()
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         if engine is not None:
-            self._learn_with(engine)
+            self._learn_with(engine, run.serving.weights)
         self.coefficient, self.spread = self.settings.kl.coefficient, advantages.RunningDeviation()
         self.epoch = self.position = 0
         self.buffer: Batch | None = None
@@ -224,9 +225,10 @@ class RolloutFeed(AnswerFeed):
         self.figures, self.first = dict[str, float](), dict[str, float]()
         """Metrics of the last rollout, and of the first one for comparison."""
 
-    def _learn_with(self, engine: Engine) -> None:
+    def _learn_with(self, engine: Engine, weights: str) -> None:
+        """`weights`: how the matrices of the reference are held."""
         self.world, self.precision = engine.world, engine.precision
-        self.reference = self.reference.held(engine.hold, self.task.players["model"])
+        self.reference = self.reference.held(packing(engine.hold, weights), self.task.players["model"])
         if self.micro_batch < self.world.size:
             raise ShoalError(
                 f"{self.world.size} processes share mini-batches of {self.micro_batch} answers: raise rlhf.ppo.mini_batch_size, or take "
