@@ -109,3 +109,12 @@ def test_a_model_that_only_transformers_computes_is_packed_where_it_is_whole(tmp
     assert opened(tmp_path / "m", "bf16", 2).tensors.get("inner.model.norm.weight").dtype == torch.bfloat16
     with pytest.raises(ShoalError, match="packed on one machine only"):
         opened(tmp_path / "m", "int4", 2)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_mixture_of_experts_is_refused_in_int8_and_int4(nodes, tmp_path):
+    saved_folder(tmp_path / "m", "mixtral", torch.bfloat16)
+    for weights in ("int8", "int4"):
+        with pytest.raises(ShoalError, match=f"mixture of experts, which are not packed as {weights}"):
+            opened(tmp_path / "m", weights, nodes)
+    assert opened(tmp_path / "m", "bf16").model.blocks[0].attention.output.weight.dtype == torch.bfloat16

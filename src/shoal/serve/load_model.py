@@ -212,12 +212,14 @@ def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:
 
 
 def _by_gpt(served: ServedModel, own: GptConversion, tensors: WeightStore) -> ServedModel:
-    """The model by our own layers, with the tensors of the original."""
+    """The model by our own layers, with the tensors of the original. Raises ShoalError."""
     assert served.run is not None
     about, weights = describe_gpt(own), served.settings.weights
     if weights == "fp32":
         tensors.served_as = torch.float32
     made = own.make()
+    if weights in ("int8", "int4") and not isinstance(made, Gpt):
+        raise ShoalError(f"{served.name} is a mixture of experts, which are not packed as {weights}: set serving.weights to auto or bf16")
     kinds = kinds_of(made, weights, lambda name: _stored_kind(own, tensors, name)) if isinstance(made, Gpt) else {}
     device = choose_device(served.run.training.device)
     served = served._replace(gpt_conversion=own)
