@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shoal.models.layers.value_head import ScoreModel
 from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import build as build_task
 from shoal.tasks.answer_logprobs import as_text, as_used, log_probs
+from shoal.untrusted import huggingface
 
 transformers = pytest.importorskip("transformers")
 GREEDY = Decoding(active="greedy")
@@ -407,3 +409,34 @@ class Numbers:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
+
+
+def test_threads_that_load_models_at_once_leave_output_matrices_tied(tmp_path: Path) -> None:
+    """Transformers replaces `tie_weights` of all models while it loads one."""
+    shape = transformers.GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    inside, most = [], []
+
+    class Slow:
+        """Loads a model, and sees which threads load one meanwhile."""
+
+        @staticmethod
+        def from_pretrained(name: str, **options: Any) -> Any:
+            inside.append(name)
+            most.append(len(inside))
+            try:
+                return transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+            finally:
+                inside.pop()
+
+    def load() -> None:
+        huggingface._read(Slow, str(tmp_path), huggingface.read_config(str(tmp_path)), None)
+
+    tie = transformers.PreTrainedModel.tie_weights
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+    assert transformers.PreTrainedModel.tie_weights is tie

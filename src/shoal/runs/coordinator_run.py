@@ -237,6 +237,7 @@ class CoordinatorLoop(RecordedLoop):
             self._record_evaluations()
 
     def more_figures(self) -> dict[str, float]:
+        self.members.read()  # a record is shown with the workers of its time, also of a run that is over within a second
         return {"epsilon": self.privacy.epsilon()} if self.run.updates.privacy.enabled else {}
 
     def totals(self) -> dict[str, int]:

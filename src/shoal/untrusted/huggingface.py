@@ -8,6 +8,7 @@ exhausts this machine: its modules and its buffers, which are allocated without 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ _COUNTED |= {"position": _MOST_POSITIONS, "context": _MOST_POSITIONS}
 """The largest number in a configuration under a name that contains one of these words: what is built that many times."""
 _KERNELS = ("attn_implementation", "experts_implementation")
 """Settings that may name a repository with compiled code."""
+_ONE_AT_A_TIME = threading.RLock()
+"""While it builds a model, transformers replaces methods that all models share (tie_weights) and restores what it found. Two threads at once
+could leave them replaced for good: output matrices of later models would be zero."""
 _EXPECTED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 """What transformers raises for files that do not fit; callers say what the user can do about it."""
 
@@ -83,7 +87,7 @@ def classifier_of(config: Any) -> nn.Module:
 
 def _made(auto_class: Any, config: Any) -> nn.Module:
     name = str(getattr(config, "name_or_path", "") or f"a model of kind {config.model_type}")
-    with _malformed_is_a_value_error(name):
+    with _ONE_AT_A_TIME, _malformed_is_a_value_error(name):
         with torch.device("meta"), _few_modules(name):
             _check_buffers(auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False), name)
         return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -104,7 +108,7 @@ def read_classifier(name: str, token: str | None = None) -> nn.Module:
 def read_gguf(file: Path) -> tuple[Any, Any]:
     """The model and the tokenizer of a GGUF file whose header was checked."""
     folder, models, tokenizers = str(file.parent), _auto("AutoModelForCausalLM"), _auto("AutoTokenizer")
-    with _malformed_is_a_value_error(str(file)), _few_modules(str(file)):
+    with _ONE_AT_A_TIME, _malformed_is_a_value_error(str(file)), _few_modules(str(file)):
         model = models.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False)
         return model, tokenizers.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
 
@@ -120,7 +124,7 @@ def read_gguf_description(file: Path) -> tuple[Any, Any]:
 
 
 def _read(auto_class: Any, name: str, config: Any, token: str | None, **options: Any) -> tuple[nn.Module, Mapping[str, Any]]:
-    with _malformed_is_a_value_error(name), _few_modules(name):
+    with _ONE_AT_A_TIME, _malformed_is_a_value_error(name), _few_modules(name):
         return auto_class.from_pretrained(
             name, config=config, token=token, use_safetensors=True, output_loading_info=True, trust_remote_code=False, **options
         )

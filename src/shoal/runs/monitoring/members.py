@@ -45,7 +45,7 @@ class ArrivalNotices:
 
 
 def _is_paused(row: Mapping[str, Any]) -> bool:
-    return bool(row["left_at"]) and str(row["state"]).startswith(PAUSED)
+    return bool(row.get("left_at")) and str(row["state"]).startswith(PAUSED)
 
 
 class MemberOverview:
@@ -66,7 +66,7 @@ class MemberOverview:
             self.latest = Members(self._with_tasks(members.table()), False, frozenset(members.lost), self.coordinator.state.paused)
         elif time.monotonic() >= self._next_query_at:
             rows, self._next_query_at = self.board.workers(), time.monotonic() + _QUERY_EVERY_S
-            lost = frozenset(str(row["name"]) for row in rows if not row["alive"] and row["left_at"] is None)
+            lost = frozenset(str(row["name"]) for row in rows if not row["alive"] and row.get("left_at") is None)
             self.latest = Members(rows, True, lost, self.coordinator.state.paused)
             for notice in self.arrivals.update(self.latest.rows):
                 self.tell(notice)
