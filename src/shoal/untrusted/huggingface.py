@@ -31,8 +31,8 @@ _COUNTED |= {"position": _MOST_POSITIONS, "context": _MOST_POSITIONS}
 _KERNELS = ("attn_implementation", "experts_implementation")
 """Settings that may name a repository with compiled code."""
 _ONE_AT_A_TIME = threading.RLock()
-"""While it builds a model, transformers replaces methods that all models share (tie_weights) and restores what it found. Two threads at once
-could leave them replaced for good: output matrices of later models would be zero."""
+"""While it builds a model, transformers replaces methods that all models share (tie_weights), and restores what it found. Two threads at
+once could leave them replaced for good: output matrices of later models would be zero."""
 _EXPECTED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 """What transformers raises for files that do not fit; callers say what the user can do about it."""
 
