@@ -34,7 +34,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 def test_64_workers_train_through_8_relays_and_one_audit_covers_all(processes: Processes, tmp_path: Path) -> None:
-    coordinator, (_, *command, _, _) = processes.coordinate("--host", "127.0.0.1", "--set", f"cluster.num_workers={RELAYS}")
+    coordinator, (_, *command) = processes.coordinate("--host", "127.0.0.1", "--set", f"cluster.num_workers={RELAYS}")
 
     def relay(name: str, *more: str) -> list[str]:
         start = ["relay", *command, "--name", name, "--expect", str(WORKERS), "--workers", str(WORKERS), "--run-dir", name]
