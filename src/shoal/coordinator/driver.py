@@ -144,7 +144,8 @@ class CoordinatorDriver:
         except BadMessage as error:
             self.server.traffic.refuse("malformed")
             return self.server.reply(request, Message({"kind": "refused", "reason": "malformed", "detail": str(error)}))
-        return self.handle(RequestReceived(request, asked, request.message.frames, self.deps.new_session(), request.guest, request.address))
+        caller = request._replace(message=Message(request.message.header))  # a reply that is held back does not keep the frames in memory
+        return self.handle(RequestReceived(caller, asked, request.message.frames, self.deps.new_session(), request.guest, request.address))
 
     # --- effects -----------------------------------------------------------------------------------
 
