@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
 DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
 # By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), moe (an hour), moe-workers, goodput,
-# plan-truth (six minutes), large-models, polite, simulate, speculation, structured, gpu-dense, gpu-moe, gpu-fp8, gpu-ppo, gpu-serve, gpu-diloco, gpu-finetune,
-# classroom-quality, classroom-late, rlhf (ten minutes), rlhf-15m, rlhf-pairs, rlhf-reward, ppo, finetune, serve, packed-weights,
-# failover, split, watching, on-ray, tree, polite and pipeline-truth (some minutes each)
+# plan-truth (six minutes), large-models, simulate, speculation, structured, gpu-dense, gpu-moe, gpu-fp8, gpu-ppo, gpu-serve, gpu-diloco,
+# gpu-finetune, classroom-quality, classroom-late, rlhf (ten minutes), rlhf-15m, rlhf-pairs, rlhf-reward, ppo, finetune, serve,
+# packed-weights, failover, split, watching, on-ray, tree, polite and pipeline-truth (some minutes each)
 
 
 class Row(NamedTuple):
