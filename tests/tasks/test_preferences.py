@@ -20,7 +20,7 @@ from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.layers.value_head import ScoreModel
 from shoal.models.moe import Moe
-from shoal.models.packed.layers import PackedLayer, byte_count
+from shoal.models.packed.layers import PackedLayer, byte_count, packing
 from shoal.runs.export.folder import export
 from shoal.runs.trained_model import open_run
 from shoal.runs.training.train_alone import prepare
@@ -169,7 +169,7 @@ def test_lora_is_switched_off_for_the_reference_and_on_again_after_an_exception(
 def test_the_reference_is_packed_as_the_settings_say_and_the_policy_is_not() -> None:
     model, text = gpt(), PromptAnswers.of(pairs(), "chosen_")
     wanted = Reference(model).log_probs(text)
-    packed = Reference(model, "int8").held(lambda network: network, model)
+    packed = Reference(model).held(packing(lambda network: network, "int8"), model)
     found = packed.log_probs(text)
     assert 0 < float((found - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
     assert not any(isinstance(one, PackedLayer) for one in model.modules())
