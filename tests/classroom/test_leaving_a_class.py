@@ -68,7 +68,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
         working.start()
         eventually(lambda: coordinating.loop.step > 2, "the class is at work")
         proxy.cut() if gone == "cut off" else proxy.close()
-        eventually(lambda: worker.protocol.waits, "the student asks a database that does not answer")
+        eventually(lambda: worker.waits, "the student asks a database that does not answer")
         asked_at = time.monotonic()
         worker.stop()
         working.join(PATIENCE_S)

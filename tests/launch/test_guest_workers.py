@@ -161,7 +161,7 @@ def version_of(folder: Path) -> int:
 def test_a_guest_gives_way_returns_and_the_run_loses_nothing(
     processes: Processes, layers: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = ["--slowdown", "30"]  # so that the run does not end before the person returns
+    slow = ["--slowdown", "300"]  # so that the run does not end before the person returns, on a quick machine too
     slow += ["--set", "launch.devices_per_node=2"] if "engine" in layers else []
     with coordinated(processes, *slow, **layers) as (coordinator, _, guest):
         guest.wait_for(lambda: version_of(processes.folder) >= 2, "the guest works")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,8 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Request, Unreachable
+from shoal.transports.database_address import parse
+from shoal.transports.netem import LinkProfile, NetemProxy
 from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServer
 from shoal.transports.postgres import coordinator_connection as office
 from shoal.transports.postgres import reconnecting as line
@@ -377,6 +380,23 @@ def test_a_stuck_upload_does_not_hold_up_the_coordinator(database: Database, ser
         assert time.monotonic() - began < PATIENCE_S / 2
         stuck.execute("ROLLBACK")
     assert database.rows("SELECT count(*) FROM shoal.parts") == [(0,)]
+
+
+def test_a_lease_counts_as_valid_while_the_database_does_not_answer(database: Database, serve: Serve) -> None:
+    server, database_of = serve(), parse(database.conninfo("coordinator"))
+    proxy = NetemProxy(f"tcp://{database_of.host}:{database_of.port}", LinkProfile(0.0, 0.0, 0.0, 1e6))
+    here = database_of._replace(host="127.0.0.1", port=int(proxy.address.rpartition(":")[2]))
+    with contextlib.closing(LeaseClient(here.address, poll_interval_s=1.0, patience_s=PATIENCE_S)) as desk:
+        desk.join(None, {})
+        server.issue(1, [(0, 0, 1)], 100.0, 3)
+        unit = claimed(desk)
+        assert desk.is_lease_valid(unit)
+        server.issue(2, [(0, 0, 1)], 100.0, 3)
+        eventually(lambda: desk._connection.notification_count() > desk._notifications, "the student is notified")
+        proxy.close()
+        began = time.monotonic()
+        assert desk.is_lease_valid(unit)
+        assert time.monotonic() - began < PATIENCE_S, "it is not tried again until the patience is used up"
 
 
 def test_who_tries_in_vain_hears_of_it_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,11 +292,17 @@ class JoinedWorker:
         self.connections[0].wake()
         self._stopping.set()
 
+    @property
+    def waits(self) -> bool:
+        """Whether the worker waits for an answer of the coordinator, or of its database."""
+        connection = self.connections[0]
+        return self.protocol.waits or (isinstance(connection, DatabaseConnection) and connection.desk.asks_for_lease)
+
     def _watch_stop(self) -> None:
         """After `stop`: while the worker waits for an answer, probe the coordinator, and leave if it does not answer."""
         self._stopping.wait()
         while not self._closed.wait(_STOP_CHECK_S):
-            if self.protocol.waits and not self._is_answered():
+            if self.waits and not self._is_answered():
                 self.sender.report("the coordinator does not answer: leaving without a message to it")
                 self.protocol.give_up()
                 self.connections[0].close()

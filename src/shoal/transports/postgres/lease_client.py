@@ -67,6 +67,8 @@ class LeaseClient:
         self._after = 0
         self._notifications = 0
         self._reclaimed_at = -math.inf
+        self.asks_for_lease = False
+        """Whether `is_lease_valid` waits for the database. Any thread may read this."""
         self.end = ""
         """How the run has ended or was stopped, as far as this client knows; empty: it goes on."""
 
@@ -182,15 +184,26 @@ class LeaseClient:
         return bool(row and row[0])
 
     def is_lease_valid(self, unit: ClaimedUnit) -> bool:
-        """Whether the lease is still valid. The database is asked only after a notification."""
+        """Whether the lease is still valid. The database is asked only after a notification, and once: while it does not answer, the
+        lease counts as valid, and `submit` finds out."""
+
+        def ask(connection: Connection) -> tuple[Any, ...]:
+            query = "SELECT shoal.is_lease_valid(%b::int8, %b), shoal.run_end()"
+            return connection.execute(query, (unit.id, unit.lease), binary=True).fetchall()[0]
+
         with self._working:
             notifications = self._connection.notification_count()
             if notifications == self._notifications:
                 return True
-            self._notifications = notifications
-            row = self._ask("SELECT shoal.is_lease_valid(%b::int8, %b), shoal.run_end()", (unit.id, unit.lease))[0]
-            self.end = row[1] or ""
-            return bool(row[0])
+            self.asks_for_lease = True
+            try:
+                is_valid, end = self._connection.run_once(ask)
+            except Unreachable:
+                return True
+            finally:
+                self.asks_for_lease = False
+            self._notifications, self.end = notifications, end or ""
+            return bool(is_valid)
 
     def return_unit(self, unit: ClaimedUnit) -> None:
         """Return a unit, so that another worker may do it. This does not count as an attempt."""
