@@ -23,7 +23,10 @@ CROWDED = mixture(capacity_factor=0.5)
 TWO_EXPERTS = mixture(count=2, per_token=1, router="switch")
 SIX_EXPERTS = mixture(count=6, router="switch", intermediate_size=5) | {"feed_forward": "gelu"}
 BIASED = MIXTURE | {"bias": True, "feed_forward": "gelu"}
-SHARED = mixture(count=8, per_token=3, intermediate_size=4, shared_size=8, shared_gate=True, dense_layers=1) | {"qk_norm": "head"}
+SHARED = mixture(count=8, per_token=3, intermediate_size=4, shared_size=8, shared_gate=True, dense_layers=1) | {
+    "qk_norm": "head",
+    "mtp": {"enabled": True},
+}
 HELD = [0, 2, 3, 5]
 HALF = {"double": False, "precision": {"kind": "bf16"}, "clipping": {"max_norm": 1.0}}
 TOLERANCE = 1e-10

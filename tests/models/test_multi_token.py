@@ -56,7 +56,8 @@ def test_the_loss_is_that_of_one_more_block_by_hand(tied):
 
     ahead_BLD = mtp.norm(mtp.block(joined_BLD, LayerInputs(model.rotary(0, 11), mask, False, ids_BL[:, :-1]))[0])
     targets_BL = labels_BL[:, 1:].masked_fill(labels_BL[:, :-1] == IGNORED, IGNORED)
-    wanted = F.cross_entropy((ahead_BLD @ model.output_weight.T).flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
+    total = F.cross_entropy((ahead_BLD @ model.output_weight.T).flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED, reduction="sum")
+    wanted = total / (labels_BL != IGNORED).sum()
     plain = F.cross_entropy(model(ids_BL).flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED)
     torch.testing.assert_close(found.metrics["mtp"], wanted)
     torch.testing.assert_close(found.value, plain + 0.3 * wanted)
@@ -84,6 +85,19 @@ def test_losses_are_the_same_with_recomputed_activations_and_for_packed_document
     )
     found = losses(together, packed | {"document_lengths": torch.tensor([[12, 12]])})
     torch.testing.assert_close(found.metrics["mtp"], losses(plain, batch).metrics["mtp"])
+
+
+def test_the_losses_of_two_halves_have_the_mean_of_the_whole_batch():
+    model, batch = model_with(0.3), batch_of(4)
+    whole = losses(model, batch)
+    parts = [{name: value[rows].clone() for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    counts = [(part["labels"] != IGNORED).sum() for part in parts]
+    found = [losses(model, part).value * int(count) / int(sum(counts)) for part, count in zip(parts, counts, strict=True)]
+    assert counts[0] != counts[1]
+    torch.testing.assert_close(sum(found), whole.value, rtol=1e-12, atol=1e-12)
+    slopes = torch.autograd.grad(whole.value, list(model.parameters()))
+    for one, other in zip(torch.autograd.grad(sum(found), list(model.parameters())), slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_an_evaluation_has_the_loss_of_the_next_token_alone():

@@ -131,16 +131,22 @@ class LanguageModelling(Task):
         return loss, given.get("beside")
 
     def _ahead(self, batch: Batch, beside: Any) -> tuple[str, float, Tensor]:
-        """The loss of the token after the next, over the tokens for which both this token and the next one count."""
-        ahead, labels_BL = beside.ahead, batch["labels"]
+        """The loss of the token after the next: the sum over the tokens for which both this token and the next one count, divided by the
+        number of all that count. So the losses of several processes have the mean that one process computes."""
+        labels_BL = batch["labels"]
         counted_BL = (labels_BL[:, 1:] != IGNORED) & (labels_BL[:, :-1] != IGNORED)
+        total = self._mean_ahead(batch, beside, counted_BL) * counted_BL.sum()
+        return "mtp", beside.ahead.weight, total / (labels_BL != IGNORED).sum().clamp(min=1)
+
+    def _mean_ahead(self, batch: Batch, beside: Any, counted_BL: Tensor) -> Tensor:
+        ahead, labels_BL = beside.ahead, batch["labels"][:, 1:]
         if ahead.is_logits:
-            return "mtp", ahead.weight, cross_entropy(ahead.value[:, :-1].float(), labels_BL[:, 1:].masked_fill(~counted_BL, IGNORED))
+            return cross_entropy(ahead.value[:, :-1].float(), labels_BL.masked_fill(~counted_BL, IGNORED))
         hidden_BLD, weight_VD = ahead.value[:, :-1], output_of(self.players["model"], {"beside": beside})
         if labels_BL.device.type == "cpu" and not self.fixed_shapes and bool(counted_BL.any()):
-            return "mtp", ahead.weight, cross_entropy_of(hidden_BLD[counted_BL], weight_VD, labels_BL[:, 1:][counted_BL])
+            return cross_entropy_of(hidden_BLD[counted_BL], weight_VD, labels_BL[counted_BL])
         logits_BLV = F.linear(hidden_BLD, weight_VD.to(hidden_BLD.dtype))
-        return "mtp", ahead.weight, cross_entropy(logits_BLV.float(), labels_BL[:, 1:].masked_fill(~counted_BL, IGNORED))
+        return cross_entropy(logits_BLV.float(), labels_BL.masked_fill(~counted_BL, IGNORED))
 
     @torch.no_grad()
     def _score(self, logits_BLV: Tensor, batch: Batch, slots_B: Tensor, fresh: int) -> dict[str, Tensor]:
