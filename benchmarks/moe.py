@@ -1,6 +1,7 @@
 """A mixture of experts against a dense model with as many active parameters, on equal tokens; routers and features side by side.
 
 Each token visits two of eight experts, each half as wide as the dense feed-forward: the router's weights are all that a token uses beside.
+Every row is the mean of three seeds, with the smallest and the largest ratio beside it.
 `BENCH=moe` begins afresh, `BENCH=moe:on` goes on where an earlier one was cut off, also within a run, `BENCH=moe:next` does one run more:
 losses are kept in results/moe.json.
 """
@@ -14,6 +15,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from run import Row
@@ -23,7 +25,7 @@ from shoal.cli.main import main
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SPEECHES, SHAKESPEARE, PAIRS = SHARED / "text" / "sotu_1900_2021.txt.gz", SHARED / "text" / "tinyshakespeare.txt", SHARED / "snli"
 KEPT = Path(__file__).parents[1] / "results" / "moe.json"
-STEPS, WIDTH, ACTIVE_WIDTH, PER_TOKEN, SEEDS = 1500, 32, 128, 2, (1, 2)
+STEPS, WIDTH, ACTIVE_WIDTH, PER_TOKEN, SEEDS = 1500, 32, 128, 2, (1, 2, 3)
 """With 300 steps each expert has seen a quarter of few tokens, and the two are alike. The rate is the best of both: 0.0015, 0.003, 0.006
 and 0.01 were tried for the dense model and for the mixture. After a warm-up of only 50 steps, rates from 0.006 on keep a mixture at the
 mere frequencies of characters for a while; for how long is chance, and says nothing of mixtures."""
@@ -84,6 +86,10 @@ CASES = (
     Case("retrieval", [*BY_WORDS, *FOUND], "nothing to find", "stories", target="< 1"),
     Case("memory", [*BY_WORDS, *REMEMBERED], "nothing to find", "stories"),
     Case("memory, nothing replayed", [*BY_WORDS, *REMEMBERED, "model.episodic_memory.replay_rate=0"], "nothing to find", "stories"),
+    Case("cross-attention, contexts of other sentences", [*BY_WORDS, "model.cross_attention.enabled=true"], "no context", "shuffled"),
+    Case("premises once", BY_WORDS, against="", text="singles"),
+    Case("retrieval, premises once", [*BY_WORDS, *FOUND], "premises once", "singles"),
+    Case("memory, premises once", [*BY_WORDS, *REMEMBERED], "premises once", "singles"),
     Case("bf16", ["training.precision.kind=bf16"]),
     Case("fp8, emulated", ["training.precision.kind=fp8", "training.allow_emulation=true"]),
     Case("nvfp4, emulated", ["training.precision.kind=nvfp4", "training.allow_emulation=true"]),
@@ -95,21 +101,23 @@ def write(text: str, folder: Path) -> None:
     folder.mkdir()
     if text == "shakespeare":
         (folder / "all.txt").write_bytes(SHAKESPEARE.read_bytes())
-    elif text in ("pairs", "hypotheses", "stories"):
-        rows = [
-            line.split("\t") for file in sorted(PAIRS.glob("*.gz")) for line in gzip.decompress(file.read_bytes()).decode().splitlines()
-        ]
-        lines = [_sentences(text, premise, hypothesis) for premise, hypothesis, *_ in rows]
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    elif text != "speeches":
+        files = [gzip.decompress(file.read_bytes()).decode() for file in sorted(PAIRS.glob("*.gz"))]
+        rows = [(premise, hypothesis) for file in files for premise, hypothesis, *_ in (line.split("\t") for line in file.splitlines())]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _sentences(text, rows)))
     else:
         (folder / "all.txt").write_bytes(gzip.decompress(SPEECHES.read_bytes()))
 
 
-def _sentences(text: str, premise: str, hypothesis: str) -> dict[str, str]:
-    """A line of SNLI, where three hypotheses follow each premise: who finds another line with the same premise knows how it goes on."""
-    if text == "stories":
-        return {"text": f"{premise}. {hypothesis}"}
-    return {"text": hypothesis} | ({"context": premise} if text == "pairs" else {})
+def _sentences(text: str, rows: list[tuple[str, str]]) -> Iterator[dict[str, str]]:
+    """Lines of SNLI, where three hypotheses follow each premise: who finds another line with the same premise knows how it goes on."""
+    for number, (premise, hypothesis) in enumerate(rows):
+        if text == "stories" or (text == "singles" and (not number or rows[number - 1][0] != premise)):
+            yield {"text": f"{premise}. {hypothesis}"}
+        elif text == "hypotheses":
+            yield {"text": hypothesis}
+        elif text in ("pairs", "shuffled"):
+            yield {"text": hypothesis, "context": premise if text == "pairs" else rows[number - len(rows) // 2][0]}
 
 
 def trained(case: Case, seed: int) -> dict[str, dict[str, float]]:
@@ -129,14 +137,21 @@ def trained(case: Case, seed: int) -> dict[str, dict[str, float]]:
     return metrics
 
 
-def row(case: Case, seed: int, known: dict[str, Any]) -> Row:
-    metrics = known[f"{case.name}, seed {seed}"]
-    loss, layers = metrics["eval"]["loss"], [value for name, value in metrics["train"].items() if name.endswith("/load_excess")]
-    peer = known[f"{case.against}, seed {seed}"]["eval"]["loss"]
-    notes = [f"the fullest expert has {1 + sum(layers) / len(layers):.2f} × an even share"] if layers else []
-    notes += [f"{name} {value:.4f}" for name, value in metrics["eval"].items() if name.startswith("loss_without")]
-    name = f"moe, {case.name}, against {case.against}, seed {seed}: validation loss"
-    return Row(name, loss, peer, "nats/character", loss / peer, case.target, "; ".join(notes))
+def row(case: Case, known: dict[str, Any]) -> Row | None:
+    """The mean loss of the seeds that are known of both sides, and how far the seeds lie apart; None: there are none."""
+    both = [(one, known.get(f"{case.against}, seed {seed}")) for seed in SEEDS if (one := known.get(f"{case.name}, seed {seed}"))]
+    pairs = [(ours["eval"], peer["eval"], ours["train"]) for ours, peer in both if peer]
+    if not pairs:
+        return None
+    ours, peers = ([figures["loss"] for figures in side] for side in list(zip(*pairs, strict=True))[:2])
+    ratios = [one / other for one, other in zip(ours, peers, strict=True)]
+    excess = [value for *_, train in pairs for name, value in train.items() if name.endswith("/load_excess")]
+    hidden = sorted({name for one, *_ in pairs for name in one if name.startswith("loss_without")})
+    notes = [f"{len(pairs)} seeds, ratios {min(ratios):.3f} to {max(ratios):.3f}"]
+    notes += [f"the fullest expert has {1 + fmean(excess):.2f} × an even share"] if excess else []
+    notes += [f"{name} {fmean(one[name] for one, *_ in pairs):.4f}" for name in hidden]
+    title = f"moe, {case.name}, against {case.against}: validation loss"
+    return Row(title, fmean(ours), fmean(peers), "nats/character", fmean(ratios), case.target, "; ".join(notes))
 
 
 def measure(part: str = "") -> Iterator[Row]:
@@ -152,5 +167,4 @@ def measure(part: str = "") -> Iterator[Row]:
     for case, seed in missing[:1] if part == "next" else missing:
         known[f"{case.name}, seed {seed}"] = trained(case, seed)
         KEPT.write_text(json.dumps(known))
-    there = [(case, seed) for case in CASES for seed in SEEDS if case.against and f"{case.name}, seed {seed}" in known]
-    yield from (row(case, seed, known) for case, seed in there)
+    yield from (found for case in CASES if case.against and (found := row(case, known)) is not None)
