@@ -150,3 +150,11 @@ def test_a_run_that_fails_leaves_the_model_of_its_last_good_weights(capsys: pyte
     assert "which was not taken" in told
     assert f"The model with the last good weights is in {Path('run/model')}" in told
     assert Path("run/model/model.safetensors").exists()
+
+
+def test_the_last_evaluation_counts_before_the_best_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """An interval that does not divide the steps leaves the last evaluation to the end of the run."""
+    steps = ["--set", "checkpoint.best=loss", "--set", "evaluation.every_steps=7", "--set", "training.optimizer.learning_rate=0.01"]
+    assert train("run", *steps) == 0
+    assert best_of("run").step == 8
+    assert "the best weights are those of step 8 " in capsys.readouterr().err

@@ -112,9 +112,9 @@ class RecordedLoop(ABC):
         recorder = self.recorder
         if not complete:
             self.message(f"{recorder.stopping} at {recorder.at(self.step)}")
+        evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
         if self.best.kept:
             self.message(self.best.describe(recorder.step_name))
-        evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
         recorder.wait_for_checkpoint()
         if evaluated or recorder.saved_at != self.step:  # the state contains the last evaluation
             self.save()
