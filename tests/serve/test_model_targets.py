@@ -21,7 +21,7 @@ from shoal.serve.batching import BatchingEngine
 from shoal.serve.loaded_model import LoadedModel
 from shoal.serve.model_pool import ModelPool
 from shoal.serve.model_targets import open_pool, open_target, read_targets
-from shoal.serve.serving_memory import answer_limit, cache_token_bytes, estimated_bytes
+from shoal.serve.serving_memory import answer_limit, cache_token_bytes, estimated_bytes, fitting_weights
 from tests.serve.test_batching import Heard, alone, finish, job
 from tests.serve.test_packed_serving import saved_folder
 from tests.support.processes import HANG_S, processes_in, wait_for_line
@@ -99,6 +99,25 @@ def test_what_cannot_be_served_together_is_refused_by_name(models, capsys):
         assert main(["serve", *arguments, *device]) == 2, words
 
         assert re.search(words, capsys.readouterr().err), words
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", ["bf16", "int8", "int4"]), ("mixtral", ["bf16"])])
+@pytest.mark.parametrize("others", [(), ("small",)])
+def test_a_model_that_is_too_large_names_only_weights_with_which_it_fits(kind, expected, others, tmp_path, capsys):
+    for name, one in (("large", kind), ("small", "llama")):
+        saved_folder(tmp_path / name, one, torch.float32)
+    large = str(tmp_path / "large")
+    most = estimated_bytes(large, "bf16")
+    assert fitting_weights(large, "huggingface", most) == expected
+    assert fitting_weights(large, "moe", most) == [], "its matrices stay as they are"
+    targets = [large, *(str(tmp_path / name) for name in others)]
+    for memory, words in (
+        (most + 1, f"set serving.weights to {' or '.join(expected)}, or serving.memory to more"),
+        (1000, "loaded; set serving.memory"),
+    ):
+        given = ["--set", f"serving.memory={memory / 1000}kB", "--set", "serving.weights=fp32", "--set", "training.device=cpu"]
+        assert main(["serve", *targets, *given]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_sizes_are_estimated_from_files_before_a_model_is_loaded(models):

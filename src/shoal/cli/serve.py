@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
     key = served.settings.api_key
     require_key(arguments.host, key.reveal() if key else None)
     if served.nodes == 1:
-        return _answer(ModelPool.of_one(served, warn), arguments)
+        return _answer(ModelPool.of_one(served, warn, place=targets[0].targets[0]), arguments)
     if served.settings.memory != "auto":
         raise ShoalError("serving.memory bounds models that are whole on one machine: leave it out, or say --nodes 1")
     with _spread(served, arguments) as stages:

@@ -28,7 +28,7 @@ from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.loaded_model import LoadedModel
-from shoal.serve.serving_memory import too_large
+from shoal.serve.serving_memory import fitting_weights, too_large
 from shoal.web.auth import RefusedError
 
 _LOOK_AGAIN_S = 0.05
@@ -131,14 +131,16 @@ class ModelPool:
             self._divide(limit)
 
     @classmethod
-    def of_one(cls, served: ServedModel, warn: Callable[[str], None], stages: Backend | None = None) -> ModelPool:
-        """The pool of one model that is loaded already, and stays. `stages`: where its layers are; null: all of them here. Raises
-        ShoalError where it takes more memory than `serving.memory`."""
+    def of_one(cls, served: ServedModel, warn: Callable[[str], None], stages: Backend | None = None, place: str = "") -> ModelPool:
+        """The pool of one model that is loaded already, and stays. `stages`: where its layers are; null: all of them here. `place`: its
+        folder or file, for advice. Raises ShoalError where it takes more memory than `serving.memory`."""
         adapters, limit = tuple(served.adapters.names) if served.adapters is not None else (), bytes_of(served.settings.memory)
         made = cls([ModelSource(served.name, lambda: served, 0, adapters)], served.settings, warn)
         made._hold_first(LoadedModel(served, warn, stages, limit))
         if limit is not None and made.first.weight_bytes > limit:
-            raise too_large(served.name, made.first.weight_bytes, limit)
+            adapters = served.adapters.nbytes if served.adapters is not None else 0
+            fitting = fitting_weights(place, served.run.model.kind, limit - adapters) if served.run is not None else []
+            raise too_large(served.name, made.first.weight_bytes, limit, fitting)
         return made
 
     def with_first(self) -> ModelPool:

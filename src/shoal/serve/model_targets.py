@@ -21,7 +21,7 @@ from shoal.runs.trained_model import find_model, settings_of
 from shoal.serve.conversion import described_file
 from shoal.serve.load_model import ServedModel, is_model, open_served
 from shoal.serve.model_pool import ModelPool, ModelSource
-from shoal.serve.serving_memory import adapter_bytes, estimated_bytes, memory_limit, too_large
+from shoal.serve.serving_memory import adapter_bytes, estimated_bytes, fitting_weights, memory_limit, too_large
 
 _NAME = r"[\w.-]{1,100}"
 """Names of adapters."""
@@ -150,9 +150,10 @@ def open_pool(
     limit = memory_limit(first.serving, choose_device(first.training.device))
     sources = []
     for target, (place, run) in zip(targets, found, strict=True):
-        needed = estimated_bytes(place, run.serving.weights) + sum(map(adapter_bytes, target.adapters.values()))
+        adapters = sum(map(adapter_bytes, target.adapters.values()))
+        needed = estimated_bytes(place, run.serving.weights) + adapters
         if needed > limit:
-            raise too_large(target.name, needed, limit)
+            raise too_large(target.name, needed, limit, fitting_weights(place, run.model.kind, limit - adapters))
         sources.append(ModelSource(target.name, _opener(target, overrides, warn), needed, tuple(target.adapters)))
     return ModelPool(sources, first.serving, warn, tell, limit).with_first()
 

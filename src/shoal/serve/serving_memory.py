@@ -6,7 +6,7 @@ and 66 with 2, 4, 8, 16 and 32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,15 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.01, "int4": 0.65}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MARGIN = 1.05
 """What a model takes beside its matrices, tables of positions for example."""
+
+
+class _StoredTensor(NamedTuple):
+    """A tensor as the header of a file describes it."""
+
+    name: str
+    dtype: str | None
+    """As safetensors names it; None: it is in a GGUF file."""
+    shape: torch.Size
 
 
 class AnswerLimit(NamedTuple):
@@ -85,12 +94,9 @@ def memory_limit(settings: Serving, device: torch.device, loaded: int = 0) -> fl
 def estimated_bytes(target: str, weights: str) -> int:
     """Memory of the model's weights, from the headers of its files; 0: they are not known. `weights`: see `serving.weights`."""
     place = Path(target)
-    if place.suffix == ".gguf" and place.is_file():
-        numbers = sum(torch.Size(one.shape).numel() for one in check_gguf(place).tensors.values())
-        return int(_MARGIN * (place.stat().st_size if weights == "auto" else _BYTES[weights] * numbers))
-    if (place / CONFIG).is_file() and not (place / "config.json").is_file():
-        place = Path(read_adapters(place).base)
-    return int(_MARGIN * sum(_file_bytes(file, weights) for file in _weight_files(place)))
+    if _is_gguf(place) and weights == "auto":
+        return int(_MARGIN * place.stat().st_size)
+    return int(_MARGIN * sum(_tensor_bytes(one, weights) for one in _stored_tensors(place)))
 
 
 def adapter_bytes(folder: Path) -> int:
@@ -98,11 +104,21 @@ def adapter_bytes(folder: Path) -> int:
     return sum(2 * file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def too_large(name: str, needed: float, limit: float) -> ShoalError:
+def too_large(name: str, needed: float, limit: float, fitting: Sequence[str]) -> ShoalError:
+    """`fitting`: see `fitting_weights`."""
+    weights = f"serving.weights to {' or '.join(fitting)}, or " if fitting else ""
     return ShoalError(
         f"{name} takes about {in_words(needed)}, and serving.memory allows {in_words(limit)} for all models: it can never be loaded; set "
-        "serving.weights to int8 or int4, or serving.memory to more"
+        f"{weights}serving.memory to more"
     )
+
+
+def fitting_weights(target: str, kind: str, limit: float) -> list[str]:
+    """The values of `serving.weights` with which a model of this kind takes at most `limit` bytes. Experts of mixtures are not packed."""
+    if kind not in ("gpt", "huggingface"):
+        return []
+    choices = ("bf16",) if _has_experts(target) else ("bf16", "int8", "int4")
+    return [weights for weights in choices if 0 < estimated_bytes(target, weights) <= limit]
 
 
 def _weight_files(place: Path) -> Iterable[Path]:
@@ -114,21 +130,42 @@ def _weight_files(place: Path) -> Iterable[Path]:
     return [file for file in runs if file.is_file()][:1]
 
 
-def _file_bytes(file: Path, weights: str) -> float:
+def _stored_tensors(place: Path) -> Iterator[_StoredTensor]:
+    """The tensors of a model, from the headers of its files. Raises ShoalError."""
+    if _is_gguf(place):
+        yield from (_StoredTensor(name, None, torch.Size(one.shape)) for name, one in check_gguf(place).tensors.items())
+        return
+    if (place / CONFIG).is_file() and not (place / "config.json").is_file():
+        place = Path(read_adapters(place).base)
+    for file in _weight_files(place):
+        yield from _tensors_in(file)
+
+
+def _tensors_in(file: Path) -> Iterator[_StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found = 0.0
     try:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 part = opened.get_slice(name)
-                stored = _STORED_BYTES.get(part.get_dtype(), 4)
-                shape = part.get_shape()
-                size = _BYTES.get(weights, stored) if len(shape) > 1 else max(stored, 4)
-                found += size * torch.Size(shape).numel()
+                yield _StoredTensor(name, part.get_dtype(), torch.Size(part.get_shape()))
     except (OSError, SafetensorError) as error:
         raise ShoalError(f"{file} is damaged: {error}") from None
-    return found
+
+
+def _tensor_bytes(tensor: _StoredTensor, weights: str) -> float:
+    if tensor.dtype is None:
+        return _BYTES[weights] * tensor.shape.numel()
+    stored = _STORED_BYTES.get(tensor.dtype, 4)
+    return (_BYTES.get(weights, stored) if len(tensor.shape) > 1 else max(stored, 4)) * tensor.shape.numel()
+
+
+def _has_experts(target: str) -> bool:
+    return any(".experts." in one.name or "_exps" in one.name for one in _stored_tensors(Path(target)))
+
+
+def _is_gguf(place: Path) -> bool:
+    return place.suffix == ".gguf" and place.is_file()
 
 
 def in_words(size: float) -> str:
