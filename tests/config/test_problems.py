@@ -227,3 +227,7 @@ def test_every_key_of_a_document_says_where_it_belongs(tmp_path: Path, name: str
 
 
 DIALECT_OF = {"smolcluster-gpt": "smolcluster", "ava-base": "ava"}
+
+
+def test_a_kind_that_is_a_choice_of_another_kind_says_how_it_is_written(tmp_path: Path) -> None:
+    assert "write `{kind: dpo, loss: kto}`" in render(load(tmp_path, "task: kto\n").problems)

@@ -451,14 +451,26 @@ class TaggedType(Checker):
             return INVALID
         chosen = ChoiceType(tuple(self.kinds)).check(kind, (*path, "kind"), faults)
         if chosen is INVALID:
-            if self.open and not faults[-1].help:
-                faults[-1] = faults[-1]._replace(help="where a plugin has it, name the plugin: --plugin FILE")
+            if not faults[-1].help:
+                help = self.choice_within(kind) or ("where a plugin has it, name the plugin: --plugin FILE" if self.open else "")
+                faults[-1] = faults[-1]._replace(help=help)
             return INVALID
         start = len(faults)
         value = SectionType(self.kinds[chosen]).check(tree if entries_of(tree) is not None else entries, path, faults)
         for i in range(start, len(faults)):
             faults[i] = self.elsewhere(faults[i], chosen, len(path))
         return value
+
+    def choice_within(self, kind: Tree) -> str:
+        """A hint where an unknown kind is a choice of one setting of another kind, as `kto` is a loss of `dpo`."""
+        word = kind.value if isinstance(kind, YamlNode) else kind
+        found = [
+            f"write `{{kind: {one}, {name}: {word}}}`"
+            for one, section in self.kinds.items()
+            for name, field in section.fields().items()
+            if isinstance(field.checker, ChoiceType) and name != "kind" and isinstance(word, str) and word in field.checker.choices
+        ]
+        return found[0] if len(found) == 1 else ""
 
     def elsewhere(self, fault: Fault, chosen: str, depth: int) -> Fault:
         """Improve the help of an unknown key that belongs to another kind."""
