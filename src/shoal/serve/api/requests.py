@@ -334,6 +334,18 @@ class DetokenizeRequest(StrictModel):
     tokens: list[int] = Field(max_length=_MOST_DETOKENIZED, description="Token ids.")
 
 
+_INSTEAD = {
+    "guided_json": "response_format with a json_schema",
+    "guided_grammar": "grammar",
+    "structured_outputs": "response_format, guided_regex, guided_choice or grammar",
+    "format": "response_format",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "best_of": "n",
+    "num_predict": "max_tokens",
+}
+"""Fields of other servers and of earlier clients, and what to give here."""
+
 _REQUESTS = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, ChatMessage)
 _FIELDS = {field.alias or name for request in _REQUESTS for name, field in request.model_fields.items()}
 
@@ -346,7 +358,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
         return RefusedError(400, f"you must provide {param}", param=param)
     if kind == "extra_forbidden":
         name = str(error["loc"][-1])[:100]
-        return RefusedError(400, f"{name} is not offered by this server", param=param or name, code="unsupported_parameter")
+        instead = f": give {_INSTEAD[name]}" if name in _INSTEAD else ""
+        return RefusedError(400, f"{name} is not offered by this server{instead}", param=param or name, code="unsupported_parameter")
     text = str(error["msg"]).removeprefix("Value error, ")
     return RefusedError(400, text if text.startswith(param) else f"{param}: {text[:1].lower()}{text[1:]}", param=param or None)
 
