@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,37 @@ def test_prompt_and_completion_are_one_text_and_begin_as_the_tokenizer_says(make
 def test_a_model_without_a_template_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match="rows are conversations, and the tokenizer bytes has no chat template: set it to chatml, llama3"):
         data_of(make_run, Path("bytes"), tmp_path, [CHAT] * 3)
+
+
+QUESTION: list[Message] = [{"role": "user", "content": "Who are you?"}]
+
+
+def test_conversations_of_which_nothing_is_learned_are_named(make_run: MakeRun, folders: Path, tmp_path: Path) -> None:
+    data = data_of(make_run, folders / "chatml", tmp_path, [*conversations(30), *[QUESTION] * 30], data__sequence_length=512)
+    assert re.search(r"assistant turns \(\d+ rows without one are left out\); ", data.info.name)
+    with pytest.raises(ShoalError, match=r"conversations without a turn of the assistant: add its answers, or set data.learn_from to all"):
+        data_of(make_run, folders / "chatml", tmp_path, [QUESTION] * 3)
+    assert data_of(make_run, folders / "chatml", tmp_path, [QUESTION] * 3, data__learn_from="all").train is not None
+    with pytest.raises(ShoalError, match=r"texts are longer than data.sequence_length \(4\), and all that .* set it higher"):
+        data_of(make_run, folders / "chatml", tmp_path, conversations(3), data__sequence_length=4)
+    with pytest.raises(ShoalError, match="a conversation belongs in `messages`, not in `message`"):
+        data_of(make_run, folders / "chatml", tmp_path, [{"message": QUESTION}])
+
+
+@pytest.mark.parametrize(("loss", "found"), [("sigmoid", "2 pairs of answers"), ("kto", "4 answers, 2 of them good"), ("orpo", "2 pairs")])
+def test_preferences_say_that_they_are_conversations_and_what_they_lose(
+    loss: str, found: str, make_run: MakeRun, folders: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    answers = [[{"role": "assistant", "content": text}] for text in ("A ship's cook. " * 30, "No.")]
+    file.write_text((json.dumps({"prompt": QUESTION, "chosen": answers[0], "rejected": answers[1]}) + "\n") * 3)
+    given: dict[str, Any] = {"data__source": {"kind": "preferences", "path": str(file)}, "data__tokenizer": str(folders / "chatml")}
+    given |= {"task": {"kind": "dpo", "loss": loss}, "model": {"kind": "gpt", "max_seq_len": 1024}}
+    name = load(make_run(**given, data__sequence_length=64)).info.name
+    assert name.startswith(f"pairs.jsonl: rows are conversations: {found}")
+    lost = "; 2 prompts lose their beginning and 2 answers lose their end, since they are longer than data.sequence_length"
+    assert name.endswith(lost), "one row is held out"
+    assert "lose" not in load(make_run(**given, data__sequence_length=1024)).info.name
 
 
 def test_the_time_of_a_template_is_that_of_the_run(make_run: MakeRun, tmp_path: Path) -> None:

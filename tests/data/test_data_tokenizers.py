@@ -147,7 +147,7 @@ def test_a_tokenizer_json_forgets_old_truncation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("byts", r"`byts` \(did you mean `bytes`\?\) is not in the cache, and the Hugging Face hub cannot be reached: put tokenizer.json"),
+        ("byts", r"`byts` \(did you mean `bytes`\?\) is no folder here and not in the cache, .* cannot be reached: put tokenizer.json"),
         ("nobody/nothing-of-this-name", "cannot be reached"),
         ("./no/such/folder", "there is nothing at ./no/such/folder"),
         ("bpe", "made from the training text"),
@@ -164,3 +164,14 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ShoalError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_misspelt_model_is_found_under_its_own_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    with pytest.raises(
+        ShoalError, match=r"model.pretrained: `my-modle` \(did you mean `my-model`\?\) is no folder here .*: set it to a folder"
+    ):
+        load_tokenizer("my-modle", setting="model.pretrained")

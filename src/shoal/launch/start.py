@@ -98,8 +98,8 @@ def preload_libraries(plan: StartPlan) -> None:
 
 
 def headline(plan: StartPlan, loop: TrainingLoop | CoordinatorLoop) -> str:
-    """A line for the user that describes the run that starts; where rows are conversations, another that says what was found in them."""
-    rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}{_conversations(loop.directory.path)}"
+    """A line for the user that describes the run that starts; another about the data, where the user should know how it was read."""
+    rest = f"{loop.engine.size:,} trained parameters, in {loop.directory.path}{_data_note(loop.directory.path)}"
     if plan.mode is StartMode.COORDINATES:
         return f"{plan.run.strategy.kind}, {rest}"
     where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
@@ -108,12 +108,12 @@ def headline(plan: StartPlan, loop: TrainingLoop | CoordinatorLoop) -> str:
     return f"{what} on {where}, {rest}"
 
 
-def _conversations(folder: Path) -> str:
+def _data_note(folder: Path) -> str:
     from shoal.data.text.run_tokenizer import CONVERSATIONS
     from shoal.runs.folder.run_reader import DATA
 
     described = (DATA.read(folder / "data.json") or {}).get("name", "")
-    return f"\n{described}" if CONVERSATIONS in described else ""
+    return f"\n{described}" if any(words in described for words in (CONVERSATIONS, "data.sequence_length", "left out")) else ""
 
 
 @contextmanager

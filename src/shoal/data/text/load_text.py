@@ -17,7 +17,7 @@ from shoal.data.splits import counts, share_out, some_of, split_and_limit
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import LabelledAnswers, PreferencePairs, read_preferences
-from shoal.data.text.run_tokenizer import chat_note, contents, find_encoding, joined_name, noun, text_info
+from shoal.data.text.run_tokenizer import CONVERSATIONS, chat_note, contents, find_encoding, joined_name, noun, text_info
 from shoal.data.text.samples import TextSamples, Truncated, expect_one_sequence, joined, padding_note, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError
@@ -44,11 +44,11 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
     truncated = Truncated()
     train = [text_samples(part, encoding, truncated) for part, _ in documents]
     held_out = joined([text_samples(part, encoding) for _, part in documents])
-    expect_one_sequence(name, joined(train), encoding)
+    expect_one_sequence(name, joined(train), encoding, truncated)
     train_count, eval_count = counts(run.data, sum(map(len, train)), len(held_out))
     kept = _limit(train, train_count, run.seed)
     samples = _mix(kept, parts, run)
-    note = chat_note([document for train, _ in documents for document in train])
+    note = chat_note([document for train, _ in documents for document in train], run.data.learn_from)
     described = f"{name}: {note}{noun(encoding, len(samples))}{padding_note(kept)}{truncated.note()}"
     info = text_info(described, encoding)
     expect_contexts(run, (document for train, _ in documents for document in train))
@@ -117,7 +117,7 @@ def load_preferences(source: Preferences, run: Run, request: DataRequest) -> Loa
     if task.unpaired and rows.are_pairs:  # not before, since both answers to a prompt belong to the same part
         train, held_out = train.unpaired(), held_out.unpaired() if held_out else None
     note = f" ({rows.left_out} rows that prefer nothing left out)" if rows.left_out else ""
-    described = f"{name}: {_answers(train)}{note}"
+    described = f"{name}: {f'{CONVERSATIONS}: ' if rows.are_chats else ''}{_answers(train)}{note}{train.cut_note}"
     info = text_info(described, encoding)
     expect_contexts(run, _documents(train))
     return LoadedText(Data(train, held_out, info), lambda: _documents(train))

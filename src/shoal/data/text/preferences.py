@@ -86,8 +86,10 @@ class PreferencePairs(DocumentSamples, SelectableSamples):
     def __init__(self, pairs: Sequence[Pair], encoding: Encoding) -> None:
         self.pairs = list(pairs)
         self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
-        self._chosen = answer_samples([pair.document() for pair in pairs], encoding)
-        self._rejected = answer_samples([pair.document(rejected=True) for pair in pairs], encoding)
+        both = [_answer_tokens([pair.document(rejected) for pair in pairs], encoding) for rejected in (False, True)]
+        length = encoding.sequence_length
+        self._chosen, self._rejected = ([_answer_sample(tokens, length) for tokens in answers] for answers in both)
+        self._cut_N2 = _are_cut(both[0], length) | _are_cut(both[1], length)
         self._contexts = _contexts([pair.context for pair in pairs], encoding)
         numbers = torch.arange(len(self.pairs))
         self.origins = Origins([pair.origin for pair in self.pairs], torch.stack([numbers, numbers], 1))
@@ -109,8 +111,12 @@ class PreferencePairs(DocumentSamples, SelectableSamples):
         some, numbers = copy.copy(self), indices.tolist()
         some.pairs, some._chosen, some._rejected = ([kept[one] for one in numbers] for kept in (self.pairs, self._chosen, self._rejected))
         some._contexts = self._contexts and self._contexts.select(indices)
-        some.origins = self.origins.select(indices)
+        some.origins, some._cut_N2 = self.origins.select(indices), self._cut_N2[indices]
         return some
+
+    @property
+    def cut_note(self) -> str:
+        return _cut_note(self._cut_N2)
 
     def unpaired(self) -> LabelledAnswers:
         """The chosen answers as good ones, and the rejected answers as bad ones."""
@@ -135,6 +141,10 @@ class LabelledAnswers(SelectableSamples):
     def desirable(self) -> int:
         """The number of good answers."""
         return int(self._desirable_N.sum())
+
+    @property
+    def cut_note(self) -> str:
+        return _cut_note(_are_cut(self._tokens, self._encoding.sequence_length))
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -175,8 +185,27 @@ def _prompt_length(tokens: Tokens) -> int:
 
 
 def _answer_sample(tokens: Tokens, length: int) -> Sample:
-    start = max(0, min(len(tokens) - length - 1, _prompt_length(tokens) - 1))
+    start = _start(tokens, length)
     return to_sample(tokens.slice(start, start + length + 1))
+
+
+def _start(tokens: Tokens, length: int) -> int:
+    """How many tokens a prompt loses at its beginning."""
+    return max(0, min(len(tokens) - length - 1, _prompt_length(tokens) - 1))
+
+
+def _are_cut(rows: Sequence[Tokens], length: int) -> torch.Tensor:
+    """By row, whether the prompt loses its beginning, and whether the answer loses its end."""
+    starts = [(_start(tokens, length), len(tokens)) for tokens in rows]
+    return torch.tensor([(start > 0, whole - start > length + 1) for start, whole in starts], dtype=torch.bool).reshape(-1, 2)
+
+
+def _cut_note(cut_N2: torch.Tensor) -> str:
+    """For the user; empty: all rows are whole."""
+    prompts, answers = cut_N2.sum(0).tolist()
+    parts = ((prompts, "prompts lose their beginning"), (answers, "answers lose their end"))
+    lost = " and ".join(f"{count:,} {what}" for count, what in parts if count)
+    return f"; {lost}, since they are longer than data.sequence_length" if lost else ""
 
 
 def _with_answer_of(one: Tokens, other: Tokens) -> Tokens:
@@ -320,7 +349,10 @@ def _written(row: dict[str, object], name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value:
         found = "there is none" if name not in row else "it is empty" if value in ("", []) else f"it is {type(value).__name__}"
-        raise ShoalError(f"{where}: `{name}` must be a text, and {found}: the fields are {', '.join(f'`{key}`' for key in row)}")
+        raise ShoalError(
+            f"{where}: `{name}` must be a text, and {found}: the fields are {', '.join(f'`{key}`' for key in row)}; preferences have "
+            "`prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`"
+        )
     return value
 
 

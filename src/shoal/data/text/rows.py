@@ -37,7 +37,12 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if len(texts) == 1:
         return texts[0]
-    raise ShoalError(f"{where}: which field is the text? Name one in data.source.text_field: the fields are {_names(row)}")
+    chat = next((f"; a conversation belongs in `messages`, not in `{name}`" for name, value in row.items() if _is_chat(value)), "")
+    raise ShoalError(f"{where}: which field is the text? Name one in data.source.text_field: the fields are {_names(row)}{chat}")
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
 
 
 def rows_to_documents(rows: Iterable[tuple[Mapping[str, Any], str, Position]], wanted: Fields) -> Iterator[tuple[Document, Position]]:

@@ -29,7 +29,9 @@ def find_encoding(
     """The encoding of documents to samples. `texts` returns the training text, for tokenizers that are trained on it; `chats`: whether
     documents are conversations."""
     data = run.data
-    tokenizer = load_tokenizer(data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token)
+    of_model = data.tokenizer is not None and data.tokenizer == getattr(run.model, "pretrained", None)
+    setting = "model.pretrained" if of_model else "data.tokenizer"
+    tokenizer = load_tokenizer(data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token, setting=setting)
     _check_vocabulary(run, tokenizer)
     length = data.sequence_length
     if length is None:
@@ -96,10 +98,12 @@ def contents(documents: Iterable[Document]) -> Iterable[str]:
     return (text for document in documents for text in (document.prompt, document.text) if text)
 
 
-def chat_note(documents: Sequence[Document]) -> str:
+def chat_note(documents: Sequence[Document], learn_from: str) -> str:
     """How many of the assistant's turns conversations have; empty: the documents are none."""
-    chats = [document.conversation for document in documents if document.conversation is not None]
-    return f"{CONVERSATIONS}: {sum(chat.assistant_turns for chat in chats):,} assistant turns; " if chats else ""
+    turns = [document.conversation.assistant_turns for document in documents if document.conversation is not None]
+    without = turns.count(0) if learn_from != "all" else 0
+    left_out = f" ({without:,} rows without one are left out)" if without else ""
+    return f"{CONVERSATIONS}: {sum(turns):,} assistant turns{left_out}; " if turns else ""
 
 
 def noun(encoding: Encoding, count: int | None = None) -> str:

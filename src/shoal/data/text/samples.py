@@ -217,7 +217,7 @@ def padding_note(parts: Sequence[TextSamples]) -> str:
     return f" ({documents:,} texts, {1 - tokens / max(1, room):.1%} padding)"
 
 
-def expect_one_sequence(name: str, samples: TextSamples, encoding: Encoding) -> None:
+def expect_one_sequence(name: str, samples: TextSamples, encoding: Encoding, truncated: Truncated) -> None:
     """Raises ShoalError if the text does not fill one sequence."""
     if encoding.packed and not encoding.packs_documents and len(samples) <= 1:
         tokens = int((samples.labels_NT != IGNORED).sum()) + 1 if isinstance(samples, PackedText) and len(samples) else 0
@@ -227,4 +227,15 @@ def expect_one_sequence(name: str, samples: TextSamples, encoding: Encoding) -> 
                 "follows: take more text, or set data.sequence_length lower, or data.batching to dynamic"
             )
     if not len(samples):
-        raise ShoalError(f"{name}: there is no text to learn from")
+        raise ShoalError(f"{name}: there is no text to learn from{_why_none(encoding, truncated)}")
+
+
+def _why_none(encoding: Encoding, truncated: Truncated) -> str:
+    if truncated.unlearned:
+        return (
+            f": {truncated.unlearned:,} texts are longer than data.sequence_length ({encoding.sequence_length}), and all that is to be "
+            "learned was in the end that they lose: set it higher"
+        )
+    if encoding.template is not None:
+        return ": the rows are conversations without a turn of the assistant: add its answers, or set data.learn_from to all"
+    return ""

@@ -30,10 +30,12 @@ def load_tokenizer(
     texts: Callable[[], Iterable[str]] | None = None,
     cache_dir: str | Path | None = None,
     token: str | None = None,
+    setting: str = "data.tokenizer",
 ) -> Tokenizer:
     """The tokenizer `bytes`, `bpe` or `characters`, one at a path, or one of the hub.
 
-    `texts` gives the training text, for `bpe` and `characters`; a trained BPE is kept under `cache_dir`. `token` is for the hub.
+    `texts` gives the training text, for `bpe` and `characters`; a trained BPE is kept under `cache_dir`. `token` is for the hub. `setting`
+    is the one that names the tokenizer, for messages.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -48,7 +50,7 @@ def load_tokenizer(
         return from_json(path, path.name)
     if path.is_dir():
         return _from_folder(path)
-    return _from_hub(spec, token)
+    return _from_hub(spec, token, setting)
 
 
 def _from_folder(folder: Path, name: str | None = None) -> Tokenizer:
@@ -92,21 +94,24 @@ def _own(file: Path, content: Mapping[str, Any]) -> Tokenizer:
     raise ShoalError(f"{file} is a tokenizer of kind {content['kind']!r}, which this version does not know")
 
 
-def _from_hub(name: str, token: str | None) -> Tokenizer:
+def _from_hub(name: str, token: str | None, setting: str) -> Tokenizer:
     if missing := missing_path_hint(name):
-        raise ShoalError(f"data.tokenizer: {missing}: expected a tokenizer.json, or a folder with {_FILES}")
+        raise ShoalError(f"{setting}: {missing}: expected a tokenizer.json, or a folder with {_FILES}")
     online = hub_answers()
     try:
         with quiet():
             return _from_folder(_downloaded(name, token, online), name)
     except (OSError, ValueError, KeyError) as error:
-        near = difflib.get_close_matches(name, OWN, 1)
+        beside = [one.parent.name for one in Path().glob("*/config.json")]
+        near = difflib.get_close_matches(name, [*(OWN if setting == "data.tokenizer" else ()), *beside], 1)
         guess = f" (did you mean `{near[0]}`?)" if near else ""
         if online:
-            raise ShoalError(f"data.tokenizer: the hub has no tokenizer `{name}`{guess}: {_first_line(error)}") from error
+            raise ShoalError(f"{setting}: the hub has no tokenizer `{name}`{guess}: {_first_line(error)}") from error
+        absent = f"{setting}: `{name}`{guess} is no folder here and not in the cache, and the Hugging Face hub cannot be reached"
+        if setting != "data.tokenizer":
+            raise ShoalError(f"{absent}: set it to a folder that transformers saved") from error
         raise ShoalError(
-            f"data.tokenizer: `{name}`{guess} is not in the cache, and the Hugging Face hub cannot be reached: put {_FILES} in a folder, "
-            "and set data.tokenizer to it; or use `bytes` or `bpe`, which need no download"
+            f"{absent}: put {_FILES} in a folder, and set data.tokenizer to it; or use `bytes` or `bpe`, which need no download"
         ) from error
 
 
