@@ -337,7 +337,7 @@ def test_preferences_say_that_they_are_conversations_and_what_they_lose(
     given |= {"task": {"kind": "dpo", "loss": loss}, "model": {"kind": "gpt", "max_seq_len": 1024}}
     name = load(make_run(**given, data__sequence_length=64)).info.name
     assert name.startswith(f"pairs.jsonl: rows are conversations: {found}")
-    lost = "; 2 prompts lose their beginning and 2 answers lose their end, since they are longer than data.sequence_length"
+    lost = "; 2 prompts lose their beginning and 2 answers lose their end, since prompt and answer are longer than data.sequence_length"
     assert name.endswith(lost), "one row is held out"
     assert "lose" not in load(make_run(**given, data__sequence_length=1024)).info.name
 

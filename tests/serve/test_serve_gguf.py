@@ -74,7 +74,7 @@ def test_a_file_computes_what_its_expanded_numbers_give(tmp_path, state, kind, f
 def test_what_is_repacked_is_said(tmp_path):
     said = []
     opened(written(tmp_path, "llama", "q8_0"), warn=said.append)
-    assert any("matrices in a format without a product here: Q8_0 as int8" in text for text in said)
+    assert any("Shoal does not compute with the one in the file: Q8_0 as int8" in text for text in said)
 
 
 @torch.inference_mode()

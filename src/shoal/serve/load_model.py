@@ -161,7 +161,8 @@ def _gguf(file: Path, overrides: list[Override], warn: Callable[[str], None], no
         return None
     kinds = kinds_of(weights.skeleton, run.serving.weights, weights.stored_kind)
     for change, count in weights.repacked().items() if run.serving.weights == "auto" else ():
-        warn(f"{file.name}: {count} matri{'ces' if count > 1 else 'x'} in a format without a product here: {change}")
+        what = "matrices are" if count > 1 else "matrix is"
+        warn(f"{file.name}: {count} {what} held in another format, since Shoal does not compute with the one in the file: {change}")
     tokenizer, nodes = data.load_tokenizer(str(folder)), nodes or run.serving.num_nodes or 1
     model = PackedModel(weights.own.make, lambda name: weights.get(name, kinds.get(name)), kinds, packs=False)
     served = _served(file.stem, None, tokenizer, run, nodes, folder)._replace(gpt_conversion=own)

@@ -205,7 +205,7 @@ def _cut_note(cut_N2: torch.Tensor) -> str:
     prompts, answers = cut_N2.sum(0).tolist()
     parts = ((prompts, "prompts lose their beginning"), (answers, "answers lose their end"))
     lost = " and ".join(f"{count:,} {what}" for count, what in parts if count)
-    return f"; {lost}, since they are longer than data.sequence_length" if lost else ""
+    return f"; {lost}, since prompt and answer are longer than data.sequence_length" if lost else ""
 
 
 def _with_answer_of(one: Tokens, other: Tokens) -> Tokens:
