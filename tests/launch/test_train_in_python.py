@@ -67,7 +67,7 @@ def test_a_model_and_a_list_of_samples_are_enough(tmp_path: Path, capsys: pytest
     assert [record["step"] for record in result.history if record["split"] == "eval"] == [12, 24]
     assert result.metrics["eval"]["loss"] < result.history[0]["loss"]
     assert 0 <= result.metrics["eval"]["accuracy"] <= 1
-    assert "Sequential on cpu, 195 parameters" in capsys.readouterr().err
+    assert "Sequential on cpu, 195 trained parameters" in capsys.readouterr().err
     assert "completed after 24 updates of the weights" in repr(result)
 
 

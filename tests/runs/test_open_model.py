@@ -217,3 +217,9 @@ def test_torch_reads_back_a_checkpoint_that_was_exported_for_it(tmp_path: Path):
         torch.testing.assert_close(found[f"model.inner.{name}"], value, rtol=0, atol=0)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     assert torch.load(tmp_path / "whole.pt", weights_only=True).keys() == found.keys()
+
+
+def test_the_size_of_a_small_file_is_not_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("shoal.cli.export._write", lambda arguments, target: target.write_bytes(bytes(17_500)))
+    assert main(["export", "run", str(tmp_path / "lora.gguf"), "--gguf", "f16"]) == 0
+    assert "lora.gguf (17.5 kB)" in capsys.readouterr().out

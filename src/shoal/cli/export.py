@@ -10,6 +10,7 @@ from shoal.cli.main import warn
 from shoal.cli.options import MODEL_HELP, parse_with_plugins
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
+from shoal.reporters.text_status import in_bytes
 from shoal.runs.export import GGUF_TYPES
 
 EPILOG = """\
@@ -46,7 +47,7 @@ def run(argv: list[str]) -> int:
         target = target.with_name(f"{target.name}.gguf")  # by this ending programs know such a file
     push = _pusher(arguments.push, arguments.private) if arguments.push else None
     _write(arguments, target)
-    print(f"written: {target}" + (f" ({target.stat().st_size / 1e6:,.1f} MB)" if target.is_file() else ""))
+    print(f"written: {target}" + (f" ({in_bytes(target.stat().st_size)})" if target.is_file() else ""))
     if push is not None:
         print(f"pushed: {push(target)}")
     return 0
