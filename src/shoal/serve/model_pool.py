@@ -138,8 +138,8 @@ class ModelPool:
         made = cls([ModelSource(served.name, lambda: served, 0, adapters)], served.settings, warn)
         made._hold_first(LoadedModel(served, warn, stages, limit))
         if limit is not None and made.first.weight_bytes > limit:
-            adapters = served.adapters.nbytes if served.adapters is not None else 0
-            fitting = fitting_weights(place, served.run.model.kind, limit - adapters) if served.run is not None else []
+            rest = limit - (served.adapters.nbytes if served.adapters is not None else 0)
+            fitting = fitting_weights(place, served.run.model.kind, rest) if served.run is not None else []
             raise too_large(served.name, made.first.weight_bytes, limit, fitting)
         return made
 
