@@ -223,3 +223,9 @@ def test_the_size_of_a_small_file_is_not_zero(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("shoal.cli.export._write", lambda arguments, target: target.write_bytes(bytes(17_500)))
     assert main(["export", "run", str(tmp_path / "lora.gguf"), "--gguf", "f16"]) == 0
     assert "lora.gguf (17.5 kB)" in capsys.readouterr().out
+
+
+def test_the_name_of_a_gguf_file_without_a_form_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["export", "run", str(tmp_path / "model.gguf")])
+    assert "is a name for a GGUF file: say with --gguf" in capsys.readouterr().err

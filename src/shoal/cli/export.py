@@ -43,6 +43,8 @@ def run(argv: list[str]) -> int:
         parser.error("--dcp, --transformers, and --adapters or --gguf contradict each other: give one of them")
 
     target = Path(arguments.target)
+    if target.suffix == ".gguf" and not arguments.gguf:
+        parser.error(f"{target} is a name for a GGUF file: say with --gguf in which form its matrices are ({', '.join(GGUF_TYPES)})")
     if arguments.gguf and target.suffix != ".gguf":
         target = target.with_name(f"{target.name}.gguf")  # by this ending programs know such a file
     push = _pusher(arguments.push, arguments.private) if arguments.push else None
