@@ -2,12 +2,14 @@
 
 Perplexity is that of stories15M (../shared/data/lm) on its own texts, and of SmolLM2-135M on Shakespeare (../shared/data/text),
 whose GGUF file is also read as it is. llama.cpp reads that file, and one in Q4_0 that Shoal has written from it. Both sides have one
-thread; processor time does not depend on what else the machine does.
+thread; processor time does not depend on what else the machine does. `packed-weights:memory` compares what both take in memory:
+ours is the process of `shoal serve` at its peak.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -15,18 +17,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import torch
 from generate import ROOT, our_model
-from llama_cpp import tokens_per_second
 from run import Row
-from serve import STREAMS, Model, Ours
+from serve import STREAMS, Model, Ours, asking, serving
 from torch import Tensor
 
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 from shoal.models.packed.formats import PackedShape, packed, unpacked
+from shoal.models.packed.layers import byte_count
 from shoal.models.packed.model import kinds_of
 from shoal.serve.load_model import open_served
+from shoal.serve.serving_memory import cache_token_bytes
 
 TARGETS = {"bf16": "≤ 1.005", "int8": "≤ 1.005", "int4": "≤ 1.03", "auto": "≤ 1.03"}
 ROUNDS, TOKENS, LENGTH, AT_ONCE = 3, 32, 768, 128
@@ -34,7 +38,7 @@ TEXT = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
 
 
 def measure(only: str = "") -> Iterator[Row]:
-    """`only`: perplexity, or speed."""
+    """`only`: perplexity, speed, or memory."""
     torch.set_num_threads(1)
     try:
         from shoal.runs.converted_models import demo_file
@@ -47,6 +51,8 @@ def measure(only: str = "") -> Iterator[Row]:
         yield from of_smollm(file)
     if only in ("", "speed"):
         yield from beside_llama_cpp(file)
+    if only in ("", "memory"):
+        yield from memory(file)
 
 
 def of_stories() -> Iterator[Row]:
@@ -108,8 +114,25 @@ def beside_llama_cpp(file: Path) -> Iterator[Row]:
             sides = Ours(Model("SmolLM2-135M", one, TOKENS, 0), one)
             for streams, target in ((1, "≥ 0.9"), (STREAMS, "≥ 1.5")):
                 ours = rate(lambda sides=sides, streams=streams: sides.ours(streams))  # type: ignore[misc]
-                peer = tokens_per_second(one, sides.prompts[:streams], TOKENS, 1, ROUNDS, "process_time")
+                peer = llama_cpp.run(one, sides.prompts[:streams], TOKENS, 1, ROUNDS, "process_time").tokens_per_second
                 yield Row(f"{kind}, {streams} at once / llama.cpp", ours, peer, "tokens per second of a core", ours / peer, target)
+
+
+def memory(file: Path) -> Iterator[Row]:
+    """Eight answers at the end of as many prompts, all with full caches: what weights and caches take, and what the process adds."""
+    served = open_served([str(file)], [parse_override("training.device=cpu")], lambda text: None)
+    chance, tokens = torch.Generator().manual_seed(5), STREAMS * llama_cpp.LENGTH
+    prompts = torch.randint(10, served.model.vocab_size - 10, (STREAMS, llama_cpp.LENGTH - TOKENS), generator=chance).tolist()
+    ours = byte_count(served.model) + tokens * cache_token_bytes(served.model)
+    with serving(file, 1) as (address, process):
+        asking(address, Model(file.stem, file, TOKENS, 0))(prompts)
+        peak = 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
+    found = llama_cpp.run(file, prompts, TOKENS, 1, 1)
+    theirs = file.stat().st_size + tokens * cache_token_bytes(served.model) // 2  # its caches are in 16 bits, ours in float32
+    name = f"{file.stem}, {STREAMS} answers of {llama_cpp.LENGTH} tokens"
+    yield Row(f"{name}: weights and caches / llama.cpp", ours / 1e6, theirs / 1e6, "MB", ours / theirs, "≤ 1.3")
+    beside = (peak - ours) / 1e6, (found.peak_bytes - theirs) / 1e6
+    yield Row(f"{name}: what the process adds", *beside, "MB", beside[0] / beside[1], "≤ 300 MB")
 
 
 def rate(write: Callable[[], list[list[int]]]) -> float:

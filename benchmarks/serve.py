@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import llama_cpp
 import torch
 from generate import our_model, the_same_for_hugging_face
-from llama_cpp import tokens_per_second
 from run import Row
 
 from shoal.config.load import parse_override
@@ -139,7 +139,7 @@ def measured(model: Model) -> Iterator[Row]:
     yield gap_beside_a_long_prompt(sides)
     if model.gguf is not None:
         yield from beside_llama_cpp(model, model.gguf)
-    with serving(model.folder, 2) as address:
+    with serving(model.folder, 2) as (address, _):
         ask, both = asking(address, model), f"{name}, 2 nodes × 1 thread"
         torch.set_num_threads(2)
         yield compared(f"{both}, {STREAMS} streams / 2 threads", lambda: ask(sides.prompts), lambda: sides.theirs(STREAMS), "≥ 1.0")
@@ -157,7 +157,7 @@ def beside_llama_cpp(model: Model, file: Path) -> Iterator[Row]:
         sides.ours(streams)
         start = time.perf_counter()
         ours = sum(map(len, sides.ours(streams))) / (time.perf_counter() - start)
-        peer = tokens_per_second(file, sides.prompts[:streams], model.tokens, threads, ROUNDS)
+        peer = llama_cpp.run(file, sides.prompts[:streams], model.tokens, threads, ROUNDS).tokens_per_second
         name = f"{model.name}, {streams} stream{'s' if streams > 1 else ''}, {threads} threads / llama.cpp"
         yield Row(name, ours, peer, "tokens/s", ours / peer, target, note)
 
@@ -205,14 +205,15 @@ def stories(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, count: int) -> Iterator[str]:
-    """`shoal serve` with the layers in so many processes of one thread each; where it answers. It keeps no texts, as the peer does not."""
+def serving(folder: Path, count: int) -> Iterator[tuple[str, int]]:
+    """`shoal serve` with the layers in so many processes of one thread each; where it answers, and the number of the first process. It
+    keeps no texts, as the peer does not."""
     command = [sys.executable, "-m", "shoal", "serve", str(folder), "--port", "0", "--nodes", str(count)]
     command += ["--set", "serving.prefix_cache_tokens=0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
-        yield _address(process)
+        yield _address(process), process.pid
     finally:
         process.terminate()
         process.wait()
