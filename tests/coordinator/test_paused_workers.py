@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.config.schema.strategy import SyncPs
-from shoal.coordinator.members.table import MemberTable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.config.schema.strategy import Async, SyncPs
 from shoal.protocol.messages import LONGEST_REASON, PAUSED
+from shoal.reporters.text_status import member_rows
+from shoal.runs.monitoring.members import MemberOverview
+from shoal.runs.monitoring.status import StatusWriter
 from tests.support.small_cluster import Cluster, FakeWorker, strategy_of
 
 
@@ -20,10 +26,10 @@ def test_a_paused_worker_is_listed_until_it_returns_and_the_round_does_not_wait(
     assert cluster.coordinator.state.version == 0
     pause(cluster, a, "its computer is in use")
     assert cluster.coordinator.state.version == 1, "the round closes with those that are here"
-    assert cluster.coordinator.members.paused == {"a": "paused: its computer is in use"}
+    assert cluster.coordinator.state.away == {"a": "paused: its computer is in use"}
     assert "a is paused: its computer is in use" in cluster.notes
     cluster.join("a")
-    assert cluster.coordinator.members.paused == {}
+    assert cluster.coordinator.state.away == {}
 
 
 def test_a_worker_that_leaves_for_good_is_not_paused() -> None:
@@ -31,23 +37,78 @@ def test_a_worker_that_leaves_for_good_is_not_paused() -> None:
     worker = cluster.join("a")
     worker.protocol.stop("it has had enough")
     cluster.leave(worker)
-    assert cluster.coordinator.members.paused == {}
+    assert cluster.coordinator.state.away == {}
     assert cluster.notes[-1] == "a left: it has had enough"
 
 
 def test_what_a_worker_says_of_its_pause_is_plain_and_short() -> None:
     cluster = Cluster(strategy_of(SyncPs(), 2), 2)
     pause(cluster, cluster.join("a"), "\x1b[2J" + "x" * 2 * LONGEST_REASON)
-    (said,) = cluster.coordinator.members.paused.values()
+    (said,) = cluster.coordinator.state.away.values()
     assert said.isprintable()
     assert len(said) == 80
 
 
 def test_the_list_of_paused_workers_is_bounded() -> None:
-    members = MemberTable(1.0, most_sessions=3)
+    replayed = Cluster(strategy_of(SyncPs(), 2), 2).coordinator.replayed
+    replayed.plan = replayed.plan._replace(bounds=replayed.plan.bounds._replace(sessions=3))
     for number in range(5):
-        members.pause(f"w{number}", PAUSED)
-    assert list(members.paused) == ["w2", "w3", "w4"]
+        replayed.apply({"kind": "away", "worker": f"w{number}", "why": PAUSED}, ())
+    assert list(replayed.state.away) == ["w2", "w3", "w4"]
+
+
+def test_after_a_restart_no_round_waits_for_a_paused_worker() -> None:
+    cluster = Cluster(strategy_of(SyncPs(), 2), 2)
+    a, b = cluster.join("a"), cluster.join("b")
+    cluster.step(a)
+    cluster.step(b)
+    pause(cluster, a, "its computer is in use")
+    again = cluster.recovered()
+    assert again.coordinator.state.away == {"a": "paused: its computer is in use"}
+    again.step(again.join("b"))
+    assert again.coordinator.state.version == 2, "the round closed at once"
+    again.join("a")
+    assert again.coordinator.state.away == {}
+
+
+def test_after_a_restart_the_status_shows_who_has_paused_and_why(tmp_path: Path) -> None:
+    cluster = Cluster(strategy_of(Async(), 1))
+    worker = cluster.join("a")
+    cluster.step(worker)
+    pause(cluster, worker, "its computer is in use")
+    coordinator = cluster.recovered().coordinator
+    recorder: Any = SimpleNamespace(run=None, directory=SimpleNamespace(path=tmp_path))
+    length: Any = None
+    status = StatusWriter(recorder, coordinator, length, MemberOverview(coordinator, None, cluster.notes.append), length)
+    (_, shown) = member_rows({"members": [], "gone": status.remember_gone([])})
+    assert shown[:2] == ("a", "paused: its computer is in use")
+    assert "1" in shown, "what it contributed before"
+
+
+def test_the_contributions_of_a_worker_are_counted_over_all_its_sessions() -> None:
+    cluster = Cluster(strategy_of(Async(), 1))
+    worker = cluster.join("a")
+    cluster.step(worker)
+    cluster.step(worker)
+    pause(cluster, worker, "its computer is in use")
+    assert cluster.step(cluster.join("a")) == "accepted"
+    assert cluster.coordinator.state.accepted == {"a": 3}
+    assert cluster.recovered().coordinator.state.accepted == {"a": 3}
+
+
+def test_a_run_whose_workers_have_all_paused_is_not_expected_to_make_progress() -> None:
+    cluster = Cluster(strategy_of(Async(), 2), 2)
+    members = MemberOverview(cluster.coordinator, None, cluster.notes.append)
+    assert not members.read().rests, "workers have yet to join"
+    a, b = cluster.join("a"), cluster.join("b")
+    cluster.step(a)
+    pause(cluster, a, "its computer is in use")
+    assert not members.read().rests
+    pause(cluster, b, "it runs on battery")
+    assert members.read().rests
+    cluster.join("a")
+    (row,) = members.read().rows
+    assert (row["worker"], row["accepted"], members.read().here, members.read().rests) == ("a", 1, 1, False)
 
 
 def test_a_farewell_beside_a_step_ends_the_session() -> None:

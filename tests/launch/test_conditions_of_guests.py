@@ -44,7 +44,7 @@ def why_not(text: str, **reported: Any) -> str:
         ("idle 10min", {"idle_s": lambda: 300.0}, "its computer is in use"),
         ("plugged-in", {"on_battery": lambda: True}, "it runs on battery"),
         ("plugged-in", {}, ""),
-        ("load", {"other_load": lambda pid: 0.26}, "other programs use 26% of it"),
+        ("load", {"other_load": lambda pid: 0.26}, "other programs use 26% of CPUs"),
         ("load", {"other_load": lambda pid: 0.25}, ""),
         ("load 40%", {"other_load": lambda pid: 0.39}, ""),
         ("idle and plugged-in and load", {"on_battery": lambda: True}, "it runs on battery"),

@@ -66,7 +66,6 @@ class OwnerCommands:
             listed = ", ".join(sorted(self.members.by_name if out else turn.state.evicted)[:_MOST_LISTED]) or "no workers"
             return turn.refuse(caller, "unknown-worker", f"there is no worker {name} to {'keep out' if out else 'let in'}; {listed}")
         turn.record({"kind": "evicted", "worker": name, "out": out})
-        self.members.paused.pop(name, None)
         self.lifecycle.remove_by_name(turn, name, "is shown out by the owner")
         if self.plan.leased_elsewhere:
             turn.emit(Dismiss(name, out))

@@ -73,6 +73,10 @@ class State:
     """By worker with many rejections since its last accepted contribution: number, seat, epoch and batch of the last one."""
     failures: dict[str, int] = field(default_factory=dict)
     """By worker: units in a row that it failed."""
+    accepted: dict[str, int] = field(default_factory=dict)
+    """By worker: how many of its contributions were accepted, in all its sessions."""
+    away: dict[str, str] = field(default_factory=dict)
+    """By worker that left for a while: why, as it said. The newest is the last one."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """By worker in quarantine: the person on whose invitation it joined. The first to be let in again comes first."""
     scores: dict[str, list[float]] = field(default_factory=dict)

@@ -171,9 +171,10 @@ class AlertReporter(Reporter):
     def check(self, now: float) -> None:
         recorder = self.recorder
         members = recorder.members() if recorder.members is not None else None
-        if members is not None and members.paused:
+        if members is not None and members.rests:
             self.progress.wait(now)
-        self._alert("no-progress", self.progress.check(now))
+        if text := self.progress.check(now):
+            self._alert("no-progress", text + (": no worker is here" if members is not None and members.here == 0 else ""))
         self._alert("disk", self.disk.check(shutil.disk_usage(recorder.directory.path).free))
         if members is not None:
             self._alert("machines-lost", self.machines.check(members.lost))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.schema.updates import Privacy
 from shoal.errors import printable
 from shoal.protocol.messages import PAUSED
-from shoal.reporters.text_status import CELLS, Cells, in_columns
+from shoal.reporters.text_status import CELLS, Cells, in_bytes, in_columns
 
 if TYPE_CHECKING:
     from shoal.transports.postgres.queries import RunView
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("worker", "state", "images/s", "idle", "accepted", "late", "images", "share")
 _MEMBER_CELLS: Cells = {name: CELLS[name] for name in ("worker", "state", "updates/s", "lag", "accepted")} | {
     "rejected": lambda row: str(row["rejected"]),
-    "received": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
+    "received": lambda row: in_bytes(row["bytes"]),
 }
 _TASK_CELLS: Cells = {
     "task": lambda row: str(row["task"]),

@@ -18,6 +18,7 @@ same code. It knows neither time nor members.
     inexact    a unit's result was not computed as it should have been; the unit goes to others
     withdrawn  a person's invitation was withdrawn, and their workers were removed
     paused     the owner paused the run, or resumed it
+    away       a worker left for a while, and why, or came back
     evicted    the owner keeps a worker out, or lets it in again
     seen       how far a worker has come whose contributions were rejected many times in a row
     blamed     how many units in a row a worker has failed
@@ -233,6 +234,11 @@ class ReplayedState:
                     state.quarantined[name] = record["guest"]
             case "paused":
                 state.paused = record["paused"]
+            case "away":
+                state.away.pop(name, None)
+                state.away |= {name: record["why"]} if record["why"] else {}
+                if len(state.away) > self.plan.bounds.sessions:
+                    del state.away[next(iter(state.away))]
             case kind:
                 raise ShoalError(f"the journal has a record of the unknown kind {kind!r}: another version of Shoal wrote it")
 
@@ -255,6 +261,7 @@ class ReplayedState:
                 return {"withdrawn": record["guest"], "workers": record["workers"]}
             case "evicted":
                 self.state.evicted.pop(record["worker"], None)
+                self.state.away.pop(record["worker"], None)
                 if record["out"]:
                     self.state.evicted[record["worker"]] = self.state.keys.get(record["worker"], "")
                 return {"evicted": record["worker"], "out": record["out"]}
@@ -275,6 +282,7 @@ class ReplayedState:
         if name in state.made:
             state.made[name] = [version for version in state.made[name] if version > record["base"]]
         state.count("accepted")
+        state.accepted[name] = state.accepted.get(name, 0) + 1
         self.rounds.hold(record["round"], contribution)
 
     def _move_weights(self, contributions: list[HeldContribution], measured: list[Any] | None) -> list[Effect]:

@@ -14,6 +14,7 @@ from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
 from shoal.protocol.messages import PAUSED, PROTOCOL, Gone, Join
 
+_LONGEST_PAUSE_REASON = 80
 _UNSEATED = -1
 
 
@@ -107,6 +108,8 @@ class MemberLifecycle:
             self.tasks.on_join(turn, worker)
         if turn.state.seats.get(name) != worker.seat or turn.state.keys.get(name) != asked.key:
             turn.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
+        if name in turn.state.away:
+            turn.record({"kind": "away", "worker": name, "why": ""})
         return worker
 
     def _restore_progress(self, turn: Turn, worker: Member) -> None:
@@ -157,7 +160,7 @@ class MemberLifecycle:
     def leave(self, turn: Turn, worker: Member, reason: str) -> None:
         """A worker leaves by itself: for a while, if its computer's user needs it."""
         if reason.startswith(PAUSED):
-            self.members.pause(worker.name, reason)
+            turn.record({"kind": "away", "worker": worker.name, "why": reason[:_LONGEST_PAUSE_REASON]})
             return self.remove(turn, worker, f"is {reason}", left=True)
         return self.remove(turn, worker, f"left: {reason}" if reason else "left", left=True)
 

@@ -17,7 +17,6 @@ MOST_NAMES = 100_000
 """Bound on remembered names, so that a client that joins under ever new names cannot fill the memory."""
 
 _MOST_REPLACED, _MOST_LOST = 16, 1000
-_LONGEST_PAUSE_REASON = 80
 """Characters of what a worker that pauses says, as in a database."""
 
 
@@ -162,8 +161,6 @@ class MemberTable:
         """People on whose invitation such a worker joined, and until when no newcomer may join on it."""
         self.lost: OrderedDict[str, None] = OrderedDict()
         """Names of workers that fell silent and have not come back, the last ones last."""
-        self.paused: OrderedDict[str, str] = OrderedDict()
-        """Workers that left for a while, and why, as they said; the newest last."""
         self._named = 0
 
     def add(
@@ -180,7 +177,6 @@ class MemberTable:
         seat = self.seats.take(self.known.get(name)) if seat is None else seat
         worker = Member(name, session, seat, now, now, about=about, instance=instance, guest=guest)
         self.guests[guest] += 1
-        self.paused.pop(name, None)
         self.by_session[session] = self.by_name[name] = worker
         self.lost.pop(name, None)
         return worker
@@ -200,13 +196,6 @@ class MemberTable:
         worker.interval_s = worker.pace = None
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
-
-    def pause(self, name: str, why: str) -> None:
-        """Remember that a worker left for a while."""
-        self.paused.pop(name, None)
-        self.paused[name] = why[:_LONGEST_PAUSE_REASON]
-        while len(self.paused) > self.most_sessions:
-            self.paused.popitem(last=False)
 
     def mark_replaced(self, worker: Member) -> None:
         """Remember a process whose name another process has taken, so that it does not rejoin and replace that one in turn."""

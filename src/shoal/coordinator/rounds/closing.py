@@ -48,7 +48,7 @@ class RoundClosing:
             open_round.opened_at = now
         active = len(self.rounds.active) + self.rounds.awaited(number)
         if self.gathering:
-            self.gathering = active < self.first_workers and now < open_round.opened_at + self._gathering_s(number)
+            self.gathering = active + len(turn.state.away) < self.first_workers and now < open_round.opened_at + self._gathering_s(number)
         return not self.gathering and self.policy.due(open_round, active, self.plan.needed, now, turn.replayed.round_is_complete)
 
     def _gathering_s(self, number: int) -> float:
@@ -99,7 +99,8 @@ class RoundClosing:
             return
         if self.rounds.reachable(number) < self.plan.needed:
             return  # `watch_quorum` says so
-        self._told, few = True, self.first_workers - len(self.rounds.active) - self.rounds.awaited(number)
+        here = len(self.rounds.active) + self.rounds.awaited(number) + len(turn.state.away)
+        self._told, few = True, self.first_workers - here
         more = f"{few} more worker{'s' * (few != 1)}"
         turn.emit(Note(f"the round waits up to {self._gathering_s(number):.0f} s for {more}{self._missing()}"))
 

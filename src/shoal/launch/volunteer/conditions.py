@@ -93,7 +93,7 @@ class LowLoad(Condition):
 
     def why_not(self, sensors: Sensors, pid: int | None) -> str:
         share = sensors.other_load(pid)
-        return f"other programs use {share:.0%} of it" if share > self.most else ""
+        return f"other programs use {share:.0%} of CPUs" if share > self.most else ""
 
     def check(self, sensors: Sensors) -> None:
         sensors.other_load(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from shoal.coordinator import Coordinator
@@ -24,8 +24,10 @@ class Members(NamedTuple):
     """Whether the rows come from a database that leases units; it stores other columns than the coordinator's own table."""
     lost: frozenset[str] = frozenset()
     """Names of workers that have vanished without leaving, and have not come back."""
-    paused: bool = False
-    """Whether the owner has paused the run."""
+    here: int = 0
+    """Number of workers that take part now."""
+    rests: bool = False
+    """Whether no progress is expected: the owner has paused the run, or no worker is here and some have left for a while."""
 
 
 class ArrivalNotices:
@@ -63,19 +65,24 @@ class MemberOverview:
         """The current rows. Belongs to the thread that coordinates. The database is queried at most once a second."""
         if self.board is None:
             members = self.coordinator.members
-            self.latest = Members(self._with_tasks(members.table()), False, frozenset(members.lost), self.coordinator.state.paused)
+            here = len(members.by_name)
+            self.latest = Members(self._completed(members.table()), False, frozenset(members.lost), here, self._rests(here, self.paused()))
         elif time.monotonic() >= self._next_query_at:
             rows, self._next_query_at = self.board.workers(), time.monotonic() + _QUERY_EVERY_S
             lost = frozenset(str(row["name"]) for row in rows if not row["alive"] and row.get("left_at") is None)
-            self.latest = Members(rows, True, lost, self.coordinator.state.paused)
+            here = sum(bool(row["alive"]) for row in rows)
+            self.latest = Members(rows, True, lost, here, self._rests(here, [row for row in rows if _is_paused(row)]))
             for notice in self.arrivals.update(self.latest.rows):
                 self.tell(notice)
         return self.latest
 
+    def _rests(self, here: int, away: Sized) -> bool:
+        return self.coordinator.state.paused or (here == 0 and len(away) > 0)
+
     def paused(self) -> dict[str, str]:
         """Workers that left for a while, by their names, and why, as they said."""
         if self.board is None:
-            return dict(self.coordinator.members.paused)
+            return dict(self.coordinator.state.away)
         return {str(row["name"]): str(row["state"]) for row in self.latest.rows if _is_paused(row)}
 
     def figures(self) -> dict[str, Mapping[str, Any]]:
@@ -84,11 +91,16 @@ class MemberOverview:
             return {name: worker.figures for name, worker in self.coordinator.members.by_name.items()}
         return {str(row["name"]): row["figures"] for row in self.latest.rows if row["alive"]}
 
-    def _with_tasks(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows with each worker's task, where a scheduler assigns tasks."""
+    def accepted(self, name: str) -> int:
+        """How many contributions of a worker were accepted, in all its sessions."""
+        return self.coordinator.state.accepted.get(name, 0)
+
+    def _completed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows with what the coordinator knows of each worker beyond its session, and its task, where a scheduler assigns tasks."""
         tasks, by_name = self.coordinator.tasks, self.coordinator.members.by_name
+        rows = [row | {"accepted": self.accepted(row["worker"])} for row in rows]
         return rows if tasks is None else [row | {"task": tasks.task_of(by_name[row["worker"]])} for row in rows]
 
     def map_members(self, describe: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows that `describe` makes of the coordinator's members, with each worker's task."""
-        return self._with_tasks([describe(worker) for worker in self.coordinator.members.by_name.values()])
+        """Rows that `describe` makes of the coordinator's members, completed."""
+        return self._completed([describe(worker) for worker in self.coordinator.members.by_name.values()])

@@ -131,7 +131,7 @@ class StatusWriter:
             "privacy": self._privacy(),
             "members": rows[:_MOST_MEMBERS],
             "members_left_out": max(0, len(rows) - _MOST_MEMBERS),
-            "gone": self._remember_gone(rows),
+            "gone": self.remember_gone(rows),
             "tasks": tasks.table()[:_MOST_TASKS] if tasks is not None else [],
             "tasks_done": tasks.finished_pieces if tasks is not None else 0,
             "events": list(recorder.events),
@@ -163,16 +163,23 @@ class StatusWriter:
             return [_lessee(row, now) for row in members.rows if row["alive"]]
         return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
-    def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Workers that have left or paused, the last ones last."""
         connected, paused = {row["worker"]: row for row in rows}, self.members.paused()
         self._gone |= {name: row | {"state": "gone"} for name, row in self._workers_before.items() if name not in connected}
+        for name in paused:  # also those that paused before the coordinator was started again
+            self._gone.setdefault(name, {"worker": name, "lag": 0, "accepted": 0, "rejected": 0, "bytes": 0})
         for name in connected:
             self._gone.pop(name, None)
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
         self._workers_before = connected
-        return [row | {"state": clean_text(paused.get(name, "gone"))} for name, row in self._gone.items()]
+        return [self._gone_row(row, paused.get(name, "gone")) for name, row in self._gone.items()]
+
+    def _gone_row(self, row: dict[str, Any], state: str) -> dict[str, Any]:
+        """The last row of a worker that is not here. What it sent after that row was made is counted, too."""
+        counted = {} if self.members.latest.in_database else {"accepted": self.members.accepted(row["worker"])}
+        return row | {"state": clean_text(state)} | counted
 
 
 def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
