@@ -24,6 +24,7 @@ from shoal.launch.volunteer import cpu_load, idle_time, limits, power, process_t
 from shoal.launch.volunteer.conditions import Conditions, Hours, Idle, LowLoad, PluggedIn, Sensors, parse
 from shoal.launch.volunteer.cpu_load import OtherLoad
 from shoal.launch.volunteer.service import ServiceCommand, launchd_agent, systemd_unit, windows_task
+from shoal.runs.connections import JoinOptions
 
 FREE = Sensors(idle_s=lambda: 1e6, on_battery=lambda: False, other_load=lambda pid: 0.0, minute_of_day=lambda: 0)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux reports")
@@ -429,3 +430,10 @@ def test_join_writes_a_service_whose_token_only_its_user_can_read(
     printed = capsys.readouterr().out
     assert "systemctl --user enable --now shoal-ada" in printed
     assert "systemctl --user disable --now shoal-ada" in printed
+
+
+def test_a_worker_says_where_its_key_is_also_with_a_file_for_receipts(tmp_path: Path) -> None:
+    options = JoinOptions("tcp://127.0.0.1:1", "", None, name="ada", state=tmp_path, receipts=Path("ada.jsonl"))
+    assert options.written == [f"this worker's key and what it keeps in {tmp_path}", "ada.jsonl"]
+    assert options._replace(checkpoints=options.guest_folder).written == options.written
+    assert str(options.key_file("ada").path).startswith(str(tmp_path))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,8 +21,9 @@ from shoal.config.load import ConfigFile, resolve
 from shoal.config.schema.output import Alerts, Email
 from shoal.config.show import brief, show
 from shoal.errors import ShoalError
-from shoal.reporters.alert_channels import Alert, channels_of
-from shoal.reporters.alerts import DiskCondition, LossCondition, MachinesCondition, ProgressCondition
+from shoal.reporters.alert_channels import Alert, Channel, channels_of
+from shoal.reporters.alerts import AlertReporter, DiskCondition, LossCondition, MachinesCondition, ProgressCondition
+from shoal.runs.monitoring.members import Members
 
 ALERT = Alert("loss", "ship", "the loss is not a number", "http://127.0.0.1:8650/")
 NOTE = [sys.executable, "-c", "import os, sys; open(sys.argv[1], 'a').write(os.environ['ALERT'] + ' ' + sys.stdin.read())"]
@@ -220,3 +223,32 @@ def test_a_run_tells_once_that_it_has_ended(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["alerts", "starter"]) == 2
     assert "nothing sends alerts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "told"),
+    [
+        (["alerts.command=[not-there]"], 0, "warning[alerts]: there is no program `not-there` on this machine"),
+        (["alerts.webhook=http://127.0.0.1:99999/x"], 2, "a port in it is 1 to 65535"),
+        (["alerts.webhook=http://127.0.0.1:1/x", "alerts.about=[]"], 2, "this list is empty, so no alert would be sent"),
+    ],
+)
+def test_a_check_says_what_would_not_be_sent(settings: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "starter", *(f"--set={text}" for text in settings)]) == code
+    assert told in "".join(capsys.readouterr())
+
+
+def test_a_run_without_workers_says_so_and_one_whose_workers_have_paused_says_nothing(tmp_path: Path) -> None:
+    run, told, members = resolve([ConfigFile("starter")]).run, list[str](), Members([], False)
+    recorder: Any = SimpleNamespace(members=lambda: members, directory=SimpleNamespace(path=tmp_path), dashboard="http://127.0.0.1:1/")
+    watch = AlertReporter(run, [Channel("a list", lambda alert: told.append(alert.text))])
+    watch.recorder, watch.disk, watch.machines = recorder, DiskCondition(0), MachinesCondition()
+    watch.progress = ProgressCondition(None, now=0.0)
+    members = members._replace(rests=True)
+    watch.check(900.0)
+    members = members._replace(rests=False)
+    watch.check(1400.0)
+    watch.check(1501.0)
+    watch._waiting.put(None)
+    watch._send()
+    assert told == ["no step for 10 minutes: no worker is here"]

@@ -53,7 +53,7 @@ def check(argv: list[str]) -> int:
         loaded.problems += missing_packages(loaded, severity="warning") + missing_model(loaded, severity="warning")
         loaded.problems += missing_files(loaded, severity="warning") + missing_files_of_earlier_phases(loaded, severity="warning")
         loaded.problems += missing_workers(loaded) + missing_chat_template(loaded) + packed_conversations(loaded)
-        loaded.problems += _missing_base(loaded, arguments)
+        loaded.problems += _missing_base(loaded, arguments) + _unusable_alerts(loaded)
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:
@@ -61,6 +61,20 @@ def check(argv: list[str]) -> int:
     if loaded.ok and arguments.format == "text":
         print(f"{', '.join(_summary(loaded.run, [parsed.layer.dialect for parsed in loaded.files]))}: OK")
     return 0 if loaded.ok else 2
+
+
+def _unusable_alerts(loaded: LoadedConfig) -> list[Problem]:
+    """A warning where `shoal train` would refuse to start here, since this machine lacks what an alert needs."""
+    if not loaded.run.alerts.wanted:
+        return []
+    from shoal.reporters.alert_channels import channels_of
+
+    try:
+        channels_of(loaded.run.alerts)
+    except ShoalError as error:
+        path, _, message = str(error).partition(": ")
+        return [Problem("alerts", message, loaded.settings.labels(path), loaded.settings.spelling(path), severity="warning")]
+    return []
 
 
 def _missing_base(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Problem]:

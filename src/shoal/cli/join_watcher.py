@@ -103,5 +103,5 @@ def write_service(arguments: argparse.Namespace) -> int:
     service.write()
     print(f"wrote {service.path}; the token is in {secret}")
     print(f"start it, now and whenever you log in:\n  {service.enable}\nwhat it prints:\n  {service.log}")
-    print(f"end and remove it:\n  {service.remove}")
+    print(f"end and remove it, then delete {secret}:\n  {service.remove}")
     return 0

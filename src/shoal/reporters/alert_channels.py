@@ -166,7 +166,8 @@ def _mail(settings: Email, alert: Alert) -> None:
                 server.login(settings.user, settings.password.reveal())
             server.send_message(message)
     except (OSError, smtplib.SMTPException, ValueError) as error:
-        raise ShoalError(f"alerts.email: {settings.host} did not take it: {_reason(error)}") from None
+        help = "" if settings.host != Email().host else "; alerts.email.host names the mail server, if it is another"
+        raise ShoalError(f"alerts.email: {settings.host} did not take it: {_reason(error)}{help}") from None
 
 
 def _connected(settings: Email) -> smtplib.SMTP:

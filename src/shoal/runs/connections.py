@@ -104,6 +104,12 @@ class JoinOptions(NamedTuple):
         """Where a worker that gives way to its computer's user keeps the steps of a round, and what its user agreed to."""
         return self.folder / self.key_file(self.name or "").path.name.replace("identity", "volunteer", 1)
 
+    @property
+    def written(self) -> list[str]:
+        """For the user: what the worker writes, and where."""
+        others = [str(path) for path in (self.receipts, self.checkpoints) if path is not None and not path.is_relative_to(self.folder)]
+        return [f"this worker's key and what it keeps in {self.folder}", *others]
+
     def own_key(self) -> Identity:
         """The key that identifies this worker."""
         if self.identity is not None:

@@ -216,10 +216,8 @@ class JoinedWorker:
 
     def asked(self) -> JoinSummary:
         """What the coordinator asks of this machine."""
-        options = self.options
-        files = [str(path) for path in (options.receipts, options.state, options.checkpoints) if path is not None]
-        written = f"this worker's key and what it keeps in {', '.join(files) or self.options.folder}"
-        return summary_of(self.run, self.welcome.header["size"], self._usable_memory(), [written], sent=self._is_sent_images)
+        size, free = self.welcome.header["size"], self._usable_memory()
+        return summary_of(self.run, size, free, self.options.written, sent=self._is_sent_images)
 
     @property
     def _is_sent_images(self) -> bool:

@@ -18,7 +18,8 @@ _TUNING = ("about", "no_progress_s", "loss_jump", "disk_gb", "link")
 @rule("alerts.webhook")
 def webhook_is_an_address(settings: Settings, webhook: Secret | None) -> None:
     if webhook is not None and not is_web_address(webhook.reveal()):
-        settings.report("alerts", "a webhook is an address that begins with https:// or http://", "alerts.webhook")
+        message = "a webhook is an address such as https://example.org/hook, without spaces; a port in it is 1 to 65535"
+        settings.report("alerts", message, "alerts.webhook")
 
 
 @rule("alerts.link")
@@ -45,6 +46,8 @@ def email_can_be_sent(settings: Settings, email: Email) -> None:
 
 @rule("alerts")
 def alerts_have_a_way(settings: Settings, alerts: Alerts) -> None:
+    if alerts.wanted and not alerts.about:
+        settings.report("alerts", "this list is empty, so no alert would be sent", "alerts.about", help="leave it out for all kinds")
     if not alerts.wanted:
         for name in _TUNING:
             if changed(settings, f"alerts.{name}"):

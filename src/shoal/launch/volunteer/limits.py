@@ -64,7 +64,7 @@ def _last_session() -> list[str]:
     """Linux divides the processors between sessions first, and only then by priority: two SCHED_IDLE processes in a session of their own
     took 1.0 s beside two others that got 0.5 s; with this, 0.03 s."""
     leads = hasattr(os, "getsid") and os.getsid(0) == os.getpid()
-    return ["lowest session"] if leads and _set_session(os.getpid(), 19) else []
+    return ["lowest session priority"] if leads and _set_session(os.getpid(), 19) else []
 
 
 def let_leave(pid: int) -> None:
