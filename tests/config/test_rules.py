@@ -970,3 +970,11 @@ def test_several_devices_for_an_engine_of_one_are_a_warning(tmp_path: Path) -> N
     assert (told.code, told.severity) == ("no-effect", "warning")
     assert "the engine single computes on one device" in told.message
     assert not load(tmp_path, "launch: {devices_per_node: 1}\n").problems
+
+
+def test_experts_of_a_folder_are_shared_evenly(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_local_experts": 9}')
+    found = load(tmp_path, SHARED + f"model: {{kind: huggingface, pretrained: {tmp_path}}}\n").problems
+    (problem,) = [one for one in found if one.code == "expert-parallel"]
+    assert problem.message == "2 devices cannot share 9 experts evenly"
+    assert problem.help == "9 experts are shared by 3, 9 devices"

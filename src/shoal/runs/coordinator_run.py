@@ -154,6 +154,9 @@ class CoordinatorLoop(RecordedLoop):
                 self._tick()
             if self.relay is not None:
                 self.relay.tick()
+                if self.relay.is_interrupted and not self.recorder.stopping:
+                    self.message("the coordinator above was stopped: this relay saves and ends, and can go on later")
+                    self.interrupt()
         self.status.update("ending")  # workers may leave before the next tick
         if coordinator.completion.stopped:
             raise ShoalError(coordinator.completion.stopped)

@@ -10,6 +10,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.events import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner, EngineLearner
+from shoal.runs.monitoring.recorder import INTERRUPTED
 from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.relay import UpstreamSession
@@ -43,6 +44,11 @@ class Relay:
             learner.begin(self.climber.weights, self.climber.statistics)
             coordinator.begin_below(self._upstream(self._batches_learned()))
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the coordinator above was stopped, and may go on later."""
+        return self.protocol.done and self.protocol.outcome == INTERRUPTED
+
     def tick(self) -> None:
         """Send a round that is in the journal, or take the answer to the last one."""
         if self._pending is not None:
@@ -51,7 +57,7 @@ class Relay:
             return
         upward = self.coordinator.replayed.relayed
         if upward is None:
-            if self.protocol.done:
+            if self.protocol.done and not self.is_interrupted:
                 self.coordinator.completion.end_here()
             return
         self.driver.drain()  # the round's number must be durable before it is sent
@@ -73,7 +79,8 @@ class Relay:
         if answered.status not in ("accepted", "finished"):
             self.tell(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
         upstream = self._upstream(self.coordinator.state.upstream["begun_at"])
-        self.driver.handle(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
+        done = self.protocol.done and not self.is_interrupted
+        self.driver.handle(UpstreamAnswered(upstream, answered.status, answered.frames, done))
 
     def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber

@@ -134,19 +134,23 @@ def shared_experts_are_those_of_a_mixture(settings: Settings, ranks: int, model:
 
 @rule("engine.expert_parallel", "model.pretrained")
 def a_folder_names_the_experts_that_are_shared(settings: Settings, ranks: int, pretrained: str) -> None:
-    if ranks > 1 and not _names_experts(Path(pretrained).expanduser() / "config.json"):
+    count = _experts_of(Path(pretrained).expanduser() / "config.json") if ranks > 1 else 0
+    if ranks > 1 and count is None:
         message = f"{pretrained} is no folder here whose config.json names experts that devices could share"
         help = "set engine.expert_parallel to 1; download a mixture first, and name its folder"
         settings.report("expert-parallel", message, "engine.expert_parallel", "model.pretrained", help=help)
+    elif count is not None:
+        _share_evenly(settings, ranks, count, "model.pretrained")
 
 
-def _names_experts(file: Path) -> bool:
+def _experts_of(file: Path) -> int | None:
     try:
         with file.open("rb") as content:
             config = json.loads(content.read(_MOST_OF_CONFIG))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and any(isinstance(config.get(name), int) for name in ("num_experts", "num_local_experts"))
+        return None
+    counts = [config.get(name) for name in ("num_experts", "num_local_experts")] if isinstance(config, dict) else []
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 @rule("engine.expert_parallel", "model.lora")
@@ -172,6 +176,10 @@ def layers_of_transformers_are_not_shared(settings: Settings, ranks: int, layers
 @rule("engine.expert_parallel", "model.experts.count", "engine.experts")
 def experts_are_shared_evenly(settings: Settings, ranks: int, count: int, held: tuple[int, ...] | None) -> None:
     own, setting = (count, "model.experts.count") if held is None else (len(held), "engine.experts")
+    _share_evenly(settings, ranks, own, setting)
+
+
+def _share_evenly(settings: Settings, ranks: int, own: int, setting: str) -> None:
     if own % ranks:
         fitting = ", ".join(str(one) for one in range(2, own + 1) if own % one == 0)
         message = f"{ranks} devices cannot share {own} experts evenly"
