@@ -14,6 +14,8 @@ DECLINED = 3
 """Exit code of a machine whose user did not agree to what a run asks of it."""
 PAUSED = 4
 """Exit code of a worker that left because the user of its computer needs it."""
+RUN_STOPPED = 5
+"""Exit code of a watched worker whose run was stopped by its owner, and may go on later."""
 
 
 def reader_is_gone() -> bool:

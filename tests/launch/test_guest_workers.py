@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 
+from shoal.cli.departure import Departure
 from shoal.cli.join import _parsed
 from shoal.cli.join_options import typed_parts
 from shoal.cli.main import main
@@ -25,7 +27,7 @@ from shoal.launch import forkserver
 from shoal.launch.volunteer import watcher as watching
 from shoal.launch.volunteer.conditions import Conditions, Sensors, parse
 from shoal.launch.volunteer.watcher import Watcher, WorkerProcess
-from shoal.process_exit import PAUSED
+from shoal.process_exit import PAUSED, RUN_STOPPED
 from shoal.runs.folder.run_reader import RunFolder
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S, LOADED_ONCE, Processes, processes_in
@@ -239,6 +241,24 @@ def test_the_watcher_ends_with_a_worker_whose_run_is_over(code: int, ending: int
     watcher, _, told = watched(f"import sys; sys.exit({code})")
     assert watcher.run() == ending
     assert told == []
+
+
+def test_the_watcher_looks_again_for_a_run_that_its_owner_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(watching, "_RUN_STOPPED_S", 0.0)
+    monkeypatch.setattr(watching, "_CHECK_S", 0.02)
+    again = tmp_path / "again"
+    file = repr(str(again))
+    watcher, _, told = watched(f"import os, sys; sys.exit(0) if os.path.exists({file}) else open({file}, 'w') and sys.exit(5)")
+    assert watcher.run() == 0
+    assert told == ["the worker starts again in 0 s, in case the run goes on. Ctrl-C ends this"]
+
+
+def test_a_watched_worker_says_by_its_exit_code_that_the_owner_stopped_the_run() -> None:
+    departure = Departure()
+    departure.joined = cast(Any, SimpleNamespace(protocol=SimpleNamespace(done=True, outcome="interrupted")))
+    assert (departure.exit_code(watched=True), departure.exit_code()) == (RUN_STOPPED, 0)
+    departure.joined = cast(Any, SimpleNamespace(protocol=SimpleNamespace(done=True, outcome="completed")))
+    assert departure.exit_code(watched=True) == 0
 
 
 def test_a_worker_that_fails_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

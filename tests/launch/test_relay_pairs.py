@@ -10,10 +10,11 @@ from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit, missing_above
 from shoal.launch.threads import WorkerThreads
+from shoal.protocol.messages import INTERRUPTED
 from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.live_objects import NO_LIVE_OBJECTS
-from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.runs.welcome import settings_of
 from shoal.runs.worker_run import JoinedWorker
 from tests.support.processes import HANG_S

@@ -17,7 +17,8 @@ from shoal.cli.main import print_log, report
 from shoal.errors import ShoalError
 from shoal.launch.volunteer.watcher import LEAVE_S
 from shoal.process_exit import PAUSED as PAUSED_CODE
-from shoal.protocol.messages import PAUSED
+from shoal.process_exit import RUN_STOPPED
+from shoal.protocol.messages import INTERRUPTED, PAUSED
 
 if TYPE_CHECKING:
     from shoal.runs.worker_run import JoinedWorker
@@ -52,11 +53,13 @@ class Departure:
         if with_parent:
             threading.Thread(target=self._read_commands, name="standard-input", daemon=True).start()
 
-    def exit_code(self) -> int:
-        """The exit code after the work. Raises ShoalError where the worker was ended by a limit."""
+    def exit_code(self, watched: bool = False) -> int:
+        """The exit code after the work. Raises ShoalError where the worker was ended by a limit. `watched`: a watcher has started it."""
         if self.problem:
             raise ShoalError(self.problem)
         over = self.joined is not None and self.joined.protocol.done
+        if watched and over and self.joined is not None and self.joined.protocol.outcome == INTERRUPTED:
+            return RUN_STOPPED
         return PAUSED_CODE if self.paused and not over else 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -87,7 +87,7 @@ def _work(arguments: argparse.Namespace, argv: list[str], invitation: Invitation
     joined.work()
     print(f"{joined.name}: {joined.summary()}", flush=True)
     joined.close_ranks()
-    return departure.exit_code()
+    return departure.exit_code(arguments.guest)
 
 
 def _reached(arguments: argparse.Namespace, invitation: Invitation, until_the_end: ExitStack) -> Invitation:

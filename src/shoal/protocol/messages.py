@@ -26,6 +26,8 @@ NO_TASK = "no-task"
 """Reason with which a worker is asked to ask again later: no part of the data is free for it yet."""
 STOPPED = "stopped"
 """State that a worker reports while it waits for a run to be resumed."""
+INTERRUPTED = "interrupted"
+"""The outcome of a run that its owner stopped, and that may go on."""
 PAUSED = "paused: "
 """Beginning of the reason of a worker that leaves for a while, since the user of its computer needs it."""
 _HEXADECIMAL = re.compile(r"[0-9a-f]*")

@@ -19,7 +19,7 @@ from shoal.coordinator.run_plan import RelayPlace
 from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Message
+from shoal.protocol.messages import INTERRUPTED, Message
 from shoal.runs.build_run import RunParts, evaluation_batches
 from shoal.runs.folder.checkpoint import save_weights
 from shoal.runs.folder.measured_rounds import keep_round
@@ -28,7 +28,7 @@ from shoal.runs.folder.run_reader import WAITS_FOR_DATABASE, complete_status
 from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.privacy_budget import PrivacyBudget
 from shoal.runs.monitoring.prometheus import metrics_page
-from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter, SharedDataProgress
+from shoal.runs.monitoring.recorder import Recorder, Reporter, SharedDataProgress
 from shoal.runs.monitoring.status import StatusWriter, TrafficTotals
 from shoal.runs.monitoring.throughput import WorkerReports
 from shoal.runs.relay import Relay

@@ -10,7 +10,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.events import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner, EngineLearner
-from shoal.runs.monitoring.recorder import INTERRUPTED
+from shoal.protocol.messages import INTERRUPTED
 from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.relay import UpstreamSession

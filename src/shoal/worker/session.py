@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ShoalError, printable
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import (
+    INTERRUPTED,
     LONGEST_REASON,
     NO_TASK,
     Claim,
@@ -54,7 +55,7 @@ _ASK_AGAIN = (TOO_FAST, NO_TASK, "replayed", "asked-again", "unknown-nonce")
 _ENDINGS = {
     "completed": "it is complete",
     "stopped early": "its model did not improve any more",
-    "interrupted": "its owner stopped it",
+    INTERRUPTED: "its owner stopped it",
     "failed": "it failed on the owner's machine",
 }
 """By the outcome of a run: the words for it."""

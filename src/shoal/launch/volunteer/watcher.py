@@ -22,7 +22,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.launch.volunteer.conditions import Conditions
 from shoal.launch.volunteer.limits import let_leave
-from shoal.process_exit import DECLINED, PAUSED
+from shoal.process_exit import DECLINED, PAUSED, RUN_STOPPED
 
 LEAVE_S = 5.0
 """How long a worker that was asked to leave may take to finish or return what it holds; then it leaves without that."""
@@ -34,6 +34,8 @@ _CHECK_S, _LEAVING_CHECK_S = 1.0, 0.1
 """Intervals between two looks at the conditions, and at a worker that leaves."""
 _MOST_FAILURES = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
+_RUN_STOPPED_S = 60.0
+"""Pause before the watcher starts a worker for a run that its owner stopped. That worker waits for the run for ten minutes (--patience)."""
 _LONG_RUN_S = 600.0
 """A worker that ran for this long before it failed has not failed in a row."""
 _ENDED = (0, 2, DECLINED, 130)
@@ -180,6 +182,11 @@ class Watcher:
             return None
         if code in _ENDED:
             return code
+        if code == RUN_STOPPED:
+            self._not_before = self.clock() + _RUN_STOPPED_S
+            self.report(f"the worker starts again in {_RUN_STOPPED_S:.0f} s, in case the run goes on. Ctrl-C ends this")
+            self._forget()
+            return None
         self._failures = 1 if self.clock() - self._began_at > _LONG_RUN_S else self._failures + 1
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         if self._failures >= _MOST_FAILURES:

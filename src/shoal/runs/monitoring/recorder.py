@@ -17,6 +17,7 @@ from shoal.config import Run
 from shoal.data import Feed
 from shoal.engines import Engine
 from shoal.errors import ShoalError
+from shoal.protocol.messages import INTERRUPTED
 from shoal.runs.folder.checkpoint import Checkpoints, may_save_behind, random_states, restore_random_states
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.best_weights import metric_of
@@ -26,7 +27,7 @@ from shoal.runs.monitoring.throughput import Throughput, peak_memory
 from shoal.tasks import MetricMeans, StepResult
 from shoal.updates.state_packing import Checkpoint
 
-INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
+STOPPED_EARLY = "stopped early"
 _LEAST_STEPS = 2
 """Steps after which a loss can be expected to have moved."""
 _BYTES_PER_WEIGHT, _BYTES_BESIDE = 12, 16 << 20

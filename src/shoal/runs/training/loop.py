@@ -9,7 +9,8 @@ from shoal.data import Feed
 from shoal.engines import Engine
 from shoal.engines.health import NonFiniteLossError
 from shoal.errors import ShoalError
-from shoal.runs.monitoring.recorder import INTERRUPTED, STOPPED_EARLY, Recorder
+from shoal.protocol.messages import INTERRUPTED
+from shoal.runs.monitoring.recorder import STOPPED_EARLY, Recorder
 from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.tasks import Batch
 from shoal.updates.state_packing import Checkpoint

@@ -12,8 +12,9 @@ from shoal.config.schema.output import Checkpoint as CheckpointSettings
 from shoal.config.schema.output import Evaluation
 from shoal.engines import Engine
 from shoal.errors import ShoalError
+from shoal.protocol.messages import INTERRUPTED
 from shoal.runs.monitoring.best_weights import BestWeights, newest_best
-from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder
+from shoal.runs.monitoring.recorder import Recorder
 from shoal.tasks import StepResult
 
 
