@@ -96,7 +96,7 @@ def test_the_contributions_of_a_worker_are_counted_over_all_its_sessions() -> No
     assert cluster.recovered().coordinator.state.accepted == {"a": 3}
 
 
-def test_a_run_whose_workers_have_all_paused_is_not_expected_to_make_progress() -> None:
+def test_a_run_whose_workers_have_all_paused_rests() -> None:
     cluster = Cluster(strategy_of(Async(), 2), 2)
     members = MemberOverview(cluster.coordinator, None, cluster.notes.append)
     assert not members.read().rests, "workers have yet to join"

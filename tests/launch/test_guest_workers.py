@@ -253,7 +253,7 @@ def test_the_watcher_looks_again_for_a_run_that_its_owner_stopped(monkeypatch: p
     assert told == ["the worker starts again in 0 s, in case the run goes on. Ctrl-C ends this"]
 
 
-def test_a_watched_worker_says_by_its_exit_code_that_the_owner_stopped_the_run() -> None:
+def test_a_watched_worker_exits_with_a_code_of_its_own_if_the_owner_stopped() -> None:
     departure = Departure()
     departure.joined = cast(Any, SimpleNamespace(protocol=SimpleNamespace(done=True, outcome="interrupted")))
     assert (departure.exit_code(watched=True), departure.exit_code()) == (RUN_STOPPED, 0)

@@ -238,7 +238,7 @@ def test_a_check_says_what_would_not_be_sent(settings: list[str], code: int, tol
     assert told in "".join(capsys.readouterr())
 
 
-def test_a_run_without_workers_says_so_and_one_whose_workers_have_paused_says_nothing(tmp_path: Path) -> None:
+def test_a_run_without_workers_says_so_and_one_whose_workers_paused_is_silent(tmp_path: Path) -> None:
     run, told, members = resolve([ConfigFile("starter")]).run, list[str](), Members([], False)
     recorder: Any = SimpleNamespace(members=lambda: members, directory=SimpleNamespace(path=tmp_path), dashboard="http://127.0.0.1:1/")
     watch = AlertReporter(run, [Channel("a list", lambda alert: told.append(alert.text))])
