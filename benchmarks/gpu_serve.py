@@ -28,7 +28,8 @@ from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.generation.paged_decoding import PagedDecoder, StepKind
 from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
-from shoal.serve.batching import BatchingEngine, GenerationJob, JobEvent
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import GenerationJob, JobEvent
 from shoal.serve.paged_backend import PagedBackend
 
 SIZES: dict[str, Any] = {

@@ -32,7 +32,8 @@ from shoal.errors import ShoalError
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.packed.layers import byte_count
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import Finished, GenerationJob, JobEvent
 from shoal.serve.load_model import open_served
 
 STREAMS, PROMPT, ROUNDS, FEW = 8, 32, 3, 8

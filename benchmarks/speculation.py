@@ -19,7 +19,8 @@ from shoal.errors import ShoalError
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.runs.converted_models import demo_file
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import Finished, GenerationJob, JobEvent
 from shoal.serve.load_model import ServedModel, open_served
 from shoal.serve.speculation import Speculation
 

@@ -22,7 +22,8 @@ from shoal.data.text.chat_template import plain_template
 from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
-from shoal.serve.batching import BatchingEngine, GenerationJob
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import GenerationJob
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerRange

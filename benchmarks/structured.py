@@ -28,7 +28,8 @@ from shoal.errors import ShoalError
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import Finished, GenerationJob, JobEvent
 from shoal.serve.constraints import GrammarCompiler, TokenConstraint
 from shoal.serve.load_model import open_served
 from shoal.serve.tool_formats import json_rule

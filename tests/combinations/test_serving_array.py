@@ -28,7 +28,9 @@ from shoal.models.generation.decoding import LogitPenalties, Warp
 from shoal.models.packed import layers
 from shoal.models.packed.model import PackedModel, kinds_of
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import Backend, BatchingEngine, GenerationJob
+from shoal.serve.batching.backend_interface import Backend
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import GenerationJob
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.nodes.model_description import model_maker
 from shoal.serve.nodes.placement import SERVER_NODE
@@ -213,5 +215,5 @@ def test_every_way_to_serve_writes_the_tokens_of_one_plain_machine(
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert len(found.logprobs) == (len(found.tokens) if row["decoding"] == "probabilities" else 0)
     assert one.tokens_reused > 0 or row["prefix"] == "none" or row["model"] == "gemma2", "caches of a window have no beginning to share"
-    if row["proposed"] == "some" and row["grammar"] != "none" and one.speculation is not None:
+    if row["proposed"] == "some" and row["grammar"] != "none" and one.scheduler.speculation is not None:
         assert one.tokens_accepted > 0

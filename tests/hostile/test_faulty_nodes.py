@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.nodes import node as node_module
 from shoal.serve.nodes import node_timing, placement, trials
 from shoal.serve.nodes import server as node_server

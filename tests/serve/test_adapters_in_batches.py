@@ -20,7 +20,7 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.packed.formats import PackedShape, packed, unpacked
 from shoal.models.packed.layers import PackedLayer, pack_loaded
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from tests.serve.test_batching import VOCABULARY, Heard, alone, finish, job
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,9 @@ from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
 from shoal.serve.api.embedding import HiddenStateMean
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, PromptLogprobs, QueueFullError
+from shoal.serve.batching.batching_engine import BatchingEngine, QueueFullError
+from shoal.serve.batching.generation_job import Finished, GenerationJob
+from shoal.serve.batching.token_logprobs import PromptLogprobs
 from shoal.serve.nodes.distributed_model import DistributedModel
 
 VOCABULARY = 40

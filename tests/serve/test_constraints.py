@@ -23,7 +23,8 @@ from shoal.models.generation.decoding import LogitPenalties, Warp
 from shoal.models.generation.token_masks import _denied_on_gpu, masked, words_for
 from shoal.models.gpt import Gpt
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.batching.backend_interface import Backend
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.constraints import GrammarCompiler, GrammarError, TokenConstraint, check_size
 from shoal.serve.nodes.placement import SERVER_NODE
 from shoal.serve.paged_backend import PagedBackend
@@ -210,7 +211,7 @@ def test_proposed_tokens_go_through_the_same_grammar():
     texts = []
     for speculation in (None, Speculation(5)):
         one, heard = engine(LocalBackend(model)), [Heard() for _ in range(3)]
-        one.speculation = speculation
+        one.scheduler.speculation = speculation
         for number, (listener, constraint) in enumerate(zip(heard, (schema(content), None, regex("(abab|ab){30}x")), strict=True)):
             one.submit(job([number, 5], listener, 60, warp=Warp(0.0), constraint=constraint))
         finish(one)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from tests.serve.test_batching import Heard, job, make_model
 from tests.serve.test_nodes import finish
 

@@ -11,7 +11,7 @@ import torch
 
 from shoal.errors import ShoalError
 from shoal.serve.batched_kv_caches import KvCaches
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.nodes import node as node_module
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, LoadedLayers, TokenBatch
 from shoal.serve.nodes.messages import (
@@ -104,7 +104,7 @@ def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keep
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[1]] > 20
         assert brought[names(engine)[2]] == 0
-        eventually(lambda: not engine.backend._unreported and not engine.backend._in_flight)
+        eventually(lambda: not engine.backend.dispatch.unreported and not engine.backend.dispatch.in_flight)
 
 
 @pytest.mark.parametrize("end", [1, 2])

@@ -13,7 +13,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.packed.layers import byte_count
-from shoal.serve.batching import GenerationJob
+from shoal.serve.batching.generation_job import GenerationJob
 from shoal.serve.load_model import ServedModel
 from shoal.serve.loaded_model import LoadedModel
 from shoal.serve.model_pool import ModelPool, ModelSource

@@ -17,7 +17,7 @@ from shoal.config.schema.serving import Serving, bytes_of
 from shoal.errors import ShoalError
 from shoal.models.packed.layers import byte_count
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.loaded_model import LoadedModel
 from shoal.serve.model_pool import ModelPool
 from shoal.serve.model_targets import open_pool, open_target, read_targets

@@ -17,10 +17,12 @@ from shoal.config.schema.cluster import Zmq
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
-from shoal.serve import batching
 from shoal.serve.api.embedding import HiddenStateMean
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, PromptLogprobs
+from shoal.serve.batching import batch_scheduler
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import Finished, GenerationJob
+from shoal.serve.batching.token_logprobs import PromptLogprobs
 from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
 from shoal.serve.nodes.messages import Endpoint
@@ -180,14 +182,14 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
             engine.step()
         finish(engine)
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
-        assert not engine.backend._active
-        assert not engine.backend._in_flight
+        assert not engine.backend.requests.active
+        assert not engine.backend.dispatch.in_flight
 
 
 @pytest.mark.parametrize("kind", ["gpt", "qwen2"])
 def test_the_tokens_of_prompts_are_scored_over_machines(kind, monkeypatch):
     """In chunks of 8 tokens; in the middle of it a machine is lost."""
-    monkeypatch.setattr(batching, "_NUMBERS_AT_ONCE", 8 * VOCABULARY)
+    monkeypatch.setattr(batch_scheduler, "_NUMBERS_AT_ONCE", 8 * VOCABULARY)
     model, described = make(kind)
     with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
         split_evenly(engine, 3)
@@ -261,7 +263,7 @@ def split_evenly(engine: BatchingEngine, machines: int) -> None:
         for node in backend.placement.nodes.values():
             node.layer_s, node.fixed_s = 1.0, 0.0
         backend.placement.use_route(backend.placement.plan())
-        backend._reroute()
+        backend.rerouting.reroute()
         assert len(backend.placement.current.stages) == machines
 
 
@@ -371,8 +373,8 @@ def test_a_cache_that_cannot_be_cut_is_refilled_from_the_beginning_after_a_resta
             engine.step()
         last = backend.placement.current.stages[-1].name
         backend.placement.nodes[last].commands = Deaf()  # the others have read the next token, and this machine has not heard of it
-        engine._start()
-        eventually(lambda: any(2 in in_flight.sent for in_flight in backend._in_flight.values()))
+        engine.scheduler.start(engine.running)
+        eventually(lambda: any(2 in in_flight.sent for in_flight in backend.dispatch.in_flight.values()))
         machines.unplug(last, backend.node_server)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4, 1, 5, 9, 2, 6]], [20]))
@@ -454,7 +456,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
         (number,) = engine.submit(job([3, 1], first, 80))
         while len(first.tokens) < 40:
             engine.step()
-        assert backend._active[number].route == before, "what is under way stays where its caches are"
+        assert backend.requests.active[number].route == before, "what is under way stays where its caches are"
         eventually(lambda: backend.placement.current != before)
         layers = {stage.name: stage.layers.last - stage.layers.first for stage in backend.placement.current.stages}
         assert layers["server"] == 5

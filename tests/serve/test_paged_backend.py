@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from shoal.models.generation.decoding import LogitPenalties, Warp
-from shoal.serve import batching
 from shoal.serve.api.embedding import HiddenStateMean
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import Backend, BatchingEngine, PromptLogprobs
+from shoal.serve.batching import batch_scheduler
+from shoal.serve.batching.backend_interface import Backend
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.token_logprobs import PromptLogprobs
 from shoal.serve.paged_backend import PagedBackend
 from tests.serve.test_batching import VOCABULARY, Heard, finish, job, make_model
 
@@ -74,7 +76,7 @@ SCORED = [[5, 6], [*range(1, 31)], [8], [3, 1, 4, 1, 5, 9, 2, 6]]
 @pytest.mark.parametrize("tokens", [0, 1, 4])
 def test_the_tokens_of_prompts_have_the_probabilities_of_a_plain_backend(tokens, monkeypatch):
     """Chunks of 12 tokens, beside a request that decodes, which is heard as if it were alone."""
-    monkeypatch.setattr(batching, "_NUMBERS_AT_ONCE", 12 * VOCABULARY)
+    monkeypatch.setattr(batch_scheduler, "_NUMBERS_AT_ONCE", 12 * VOCABULARY)
     monkeypatch.setattr(PagedBackend, "smallest_chunk", 4)
     model, found = make_model("rotary"), []
     for one in (engine(LocalBackend(model)), paged(model)):

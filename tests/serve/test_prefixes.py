@@ -9,7 +9,7 @@ import pytest
 
 from shoal.serve.backend import ForwardBatch, LocalBackend
 from shoal.serve.batched_kv_caches import SHORTEST, PrefixCache
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from tests.serve.test_batching import Heard, alone, finish, job, make_model
 from tests.serve.test_nodes import alone as alone_whole
 from tests.serve.test_nodes import make, split_evenly, spread
@@ -105,7 +105,7 @@ def test_several_machines_share_beginnings_also_after_one_was_lost(spare: bool, 
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
         assert started[0].ids == ((first[-1], 7, 7),)
         assert engine.tokens_reused == len(BEGINNING) + len(first) - 1
-        assert not engine.backend._active
+        assert not engine.backend.requests.active
 
 
 def test_a_beginning_that_was_shared_survives_the_loss_of_a_machine_in_mid_sentence() -> None:
@@ -133,8 +133,8 @@ def test_layers_that_are_dropped_take_the_kept_texts_with_them() -> None:
         with backend._changed:
             backend.placement.nodes["pi1"].layer_s = 0.2
             backend.placement.use_route(backend.placement.plan())
-            backend._drop_unused()
-        assert not backend._retained
+            backend.requests.drop_unused()
+        assert not backend.requests.retained
         longer = [*BEGINNING, 7, 7]
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
         assert engine.tokens_reused == 0

@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 from shoal.launch.start import address_of_first
 from shoal.models.packed.layers import byte_count, number_count
 from shoal.runs.trained_model import generate_text, open_run
-from shoal.serve.batching import QueueFullError
+from shoal.serve.batching.batching_engine import QueueFullError
 from shoal.serve.load_model import open_served
 from shoal.serve.model_pool import ModelPool
 from shoal.serve.nodes.distributed_model import open_local_server, open_server

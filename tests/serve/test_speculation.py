@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from shoal.config.schema import model as schema
-from shoal.models.generation.decoding import LogitPenalties, Warp
+from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.packed import layers, products
-from shoal.serve import batching
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batched_kv_caches import KvCaches
-from shoal.serve.batching import BatchingEngine, Finished, GeneratedToken, GenerationJob
-from shoal.serve.nodes.pipeline import ActiveRequest
+from shoal.serve.batching import generation_job
+from shoal.serve.batching.backend_interface import ForwardBatch
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import Finished, GeneratedToken, GenerationJob
+from shoal.serve.nodes.active_requests import ActiveRequest
 from shoal.serve.speculation import NO_PROPOSAL, Proposal, Proposer, Speculation
 from tests.serve.test_batching import Heard, finish, job, make_model
 from tests.serve.test_nodes import make, split_evenly, spread
@@ -60,7 +62,7 @@ class Oracle(Proposer):
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
     Oracle.texts, Oracle.chance = [], random.Random(2)
-    monkeypatch.setattr(batching, "Proposer", Oracle)
+    monkeypatch.setattr(generation_job, "Proposer", Oracle)
     return Oracle
 
 
@@ -130,7 +132,7 @@ def test_a_text_that_ends_among_accepted_tokens_has_no_token_more(ending: str, o
     longer, again = [*prompt, *text[:end], 4, 4], [Heard(), Heard()]
     oracle.texts = []
     for which, server in enumerate((one, engine(model, 0))):
-        server.speculation = None
+        server.scheduler.speculation = None
         server.submit(job(longer, again[which], 10))
         finish(server)
     assert again[0].tokens == again[1].tokens
@@ -174,7 +176,7 @@ class PricedBackend(LocalBackend):
 
     price, now, steps = 0.0, 0.0, 0
 
-    def _read(self, batch: batching.ForwardBatch) -> torch.Tensor | None:
+    def _read(self, batch: ForwardBatch) -> torch.Tensor | None:
         type(self).steps += 1
         type(self).now += 1.0 + self.price * (len(batch.ids[0]) - 1) if batch.decodes else 0.0
         return super()._read(batch)
@@ -193,7 +195,7 @@ def test_steps_verify_as_many_tokens_as_save_time(price: float, least: float, mo
         speculation=Speculation(None),
     )
     heard = Heard()
-    one.submit(GenerationJob([1, 2, 3, 4], 59, batching.TokenDraws(1, [1]), heard, Warp(0.0)))
+    one.submit(GenerationJob([1, 2, 3, 4], 59, TokenDraws(1, [1]), heard, Warp(0.0)))
     finish(one)
     assert least <= PricedBackend.now / len(heard.tokens) <= most
 
@@ -221,7 +223,7 @@ def test_rows_of_which_tokens_are_removed_stay_joined_until_too_many_are() -> No
 
 
 def sampled(prompt: list[int], heard: Heard, tokens: int) -> GenerationJob:
-    return GenerationJob(prompt, tokens, batching.TokenDraws(3, prompt), heard, Warp(0.3))
+    return GenerationJob(prompt, tokens, TokenDraws(3, prompt), heard, Warp(0.3))
 
 
 REPEATING = [[1, 2, 3, 1, 2, 3, 1, 2], [8, 8, 8], [*range(10), *range(8)]]
@@ -239,7 +241,7 @@ def test_several_machines_verify_and_one_that_is_unplugged_changes_no_token(lost
     oracle.texts = [prompt + text for prompt, text in zip(REPEATING, texts, strict=True)]
     with spread(model, described, ["pi1", "pi2"]) as (over_nodes, machines):
         split_evenly(over_nodes, 3)
-        over_nodes.speculation, heard_of = Speculation(5), [Heard() for _ in REPEATING]
+        over_nodes.scheduler.speculation, heard_of = Speculation(5), [Heard() for _ in REPEATING]
         name = over_nodes.backend.placement.current.stages[1].name
         over_nodes.submit(*(sampled(prompt, one, 40) for prompt, one in zip(REPEATING, heard_of, strict=True)))
         while over_nodes.busy:

@@ -20,7 +20,8 @@ from shoal.models.huggingface.batched_lora import BatchedLora
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.packed.layers import byte_count, number_count
 from shoal.serve.batched_kv_caches import KvCaches
-from shoal.serve.batching import Backend, ForwardBatch, GenerationJob, MachineEntry, moving_average
+from shoal.serve.batching.backend_interface import Backend, ForwardBatch, MachineEntry, moving_average
+from shoal.serve.batching.generation_job import GenerationJob
 from shoal.serve.nodes.layer_host import memory_for_layers
 from shoal.serve.serving_memory import cache_token_bytes
 

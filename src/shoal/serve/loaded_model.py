@@ -9,7 +9,8 @@ from collections.abc import Callable
 from shoal.data import TokenTexts
 from shoal.models.packed.layers import byte_count
 from shoal.serve.backend import LONGEST_UNBOUNDED, LocalBackend
-from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.batching.backend_interface import Backend
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.layer_host import memory_for_layers
@@ -78,7 +79,7 @@ class LoadedModel:
             warn=warn,
             speculation=None if settings.proposed_tokens == 0 else Speculation(settings.proposed_tokens),
         )
-        if settings.proposed_tokens and self.engine.speculation is None:
+        if settings.proposed_tokens and self.engine.scheduler.speculation is None:
             warn("serving.proposed_tokens has no effect: the model has paged caches on a GPU, or keeps more than keys and values")
         self.grammars = GrammarCompiler(served.tokenizer, served.eos_ids, self.engine.backend.vocab_size)
         self._thread = EngineThread(self.engine, warn)

@@ -24,7 +24,8 @@ from shoal.config.schema.serving import Serving, bytes_of
 from shoal.data import TokenTexts
 from shoal.errors import ShoalError
 from shoal.freed_memory import return_freed_memory
-from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.batching.backend_interface import Backend
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.constraints import GrammarCompiler
 from shoal.serve.load_model import ServedModel
 from shoal.serve.loaded_model import LoadedModel

@@ -19,7 +19,8 @@ from shoal.models.generation.paged_cache import PAGE
 from shoal.models.generation.paged_decoding import MOST_READ, READ_RUNGS, PagedDecoder, StepChoices, StepKind, can_page, computing
 from shoal.models.generation.side_texts import SideTexts
 from shoal.serve.backend import LONGEST_UNBOUNDED, machine_entry, refuse_unserved
-from shoal.serve.batching import Backend, ChosenTokens, ForwardBatch, GenerationJob, MachineEntry, TokenLogprob, moving_average
+from shoal.serve.batching.backend_interface import Backend, ChosenTokens, ForwardBatch, MachineEntry, moving_average
+from shoal.serve.batching.generation_job import GenerationJob, TokenLogprob
 from shoal.serve.nodes.layer_host import memory_for_layers
 from shoal.serve.serving_memory import cache_token_bytes
 

@@ -12,7 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
-from shoal.serve.batching import BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
+from shoal.serve.batching.batching_engine import BatchingEngine, QueueFullError
+from shoal.serve.batching.generation_job import JobEvent, is_answer, probe_job
 from shoal.serve.model_pool import ModelPool
 from shoal.transports.addresses import is_loopback
 from shoal.web.auth import AuthMiddleware, listening_socket

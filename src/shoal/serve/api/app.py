@@ -34,7 +34,8 @@ from shoal.serve.api.requests import (
     TokenizeRequest,
     refusal_of,
 )
-from shoal.serve.batching import BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
+from shoal.serve.batching.batching_engine import BatchingEngine, QueueFullError
+from shoal.serve.batching.generation_job import JobEvent, is_answer, probe_job
 from shoal.serve.model_pool import ModelPool, ModelState
 from shoal.transports.metrics_page import CONTENT_TYPE
 from shoal.version import __version__

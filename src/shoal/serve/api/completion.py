@@ -19,17 +19,10 @@ from shoal.serve.api.requests import (
     TokenizeRequest,
     ToolDefinition,
 )
-from shoal.serve.batching import (
-    Backend,
-    BatchingEngine,
-    EndReason,
-    Finished,
-    GeneratedToken,
-    GenerationJob,
-    JobEvent,
-    PromptLogprobs,
-    QueueFullError,
-)
+from shoal.serve.batching.backend_interface import Backend
+from shoal.serve.batching.batching_engine import BatchingEngine, QueueFullError
+from shoal.serve.batching.generation_job import EndReason, Finished, GeneratedToken, GenerationJob, JobEvent
+from shoal.serve.batching.token_logprobs import PromptLogprobs
 from shoal.serve.constraints import TokenConstraint
 from shoal.serve.load_model import ServedModel
 from shoal.serve.tool_formats import arguments_schema

@@ -15,7 +15,8 @@ from shoal.errors import ShoalError
 from shoal.models.generation.decoding import NotFiniteError, TokenDraws, Warp, finite_rows
 from shoal.serve.api.completion import encode_prompt, raise_unfinished, submit
 from shoal.serve.api.requests import EmbeddingRequest
-from shoal.serve.batching import BatchingEngine, EndReason, Finished, GenerationJob, JobEvent, PromptCollector
+from shoal.serve.batching.batching_engine import BatchingEngine
+from shoal.serve.batching.generation_job import EndReason, Finished, GenerationJob, JobEvent, PromptCollector
 from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
 

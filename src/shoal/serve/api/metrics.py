@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from shoal.runs.monitoring.prometheus import Metric, MetricSample
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.batching.batching_engine import BatchingEngine
 from shoal.serve.model_pool import ModelState
 
 _TOTALS: tuple[tuple[str, str, str, Callable[[BatchingEngine], int]], ...] = (

@@ -17,7 +17,8 @@ from shoal.data import StreamedText, Tokenizer, TokenTexts
 from shoal.models.generation.decoding import warp_of
 from shoal.serve.api.completion import Generation, TextDelta
 from shoal.serve.api.requests import CalledFunction, CompletionRequest, DecodingStrategy
-from shoal.serve.batching import GeneratedToken, MachineEntry
+from shoal.serve.batching.backend_interface import MachineEntry
+from shoal.serve.batching.generation_job import GeneratedToken
 from shoal.serve.tool_parser import CallPiece
 from shoal.web.auth import RefusedError
 

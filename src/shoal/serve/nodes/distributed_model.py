@@ -25,7 +25,7 @@ from shoal.models.split_model import ModelEnds, layer_modules, make_ends
 from shoal.models.stages import load_tensors, required_tensors
 from shoal.runs.invitation import Invitation, listen
 from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
-from shoal.serve.batching import moving_average
+from shoal.serve.batching.backend_interface import moving_average
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
 from shoal.serve.nodes.node import FRAME_BYTES
@@ -64,12 +64,12 @@ class DistributedModel(NodePipeline):
         sizes, tokens = layer_sizes(served.model, ends), longest * answers_over_nodes(served.settings) + served.settings.prefix_cache_tokens
         can_rewind, even = getattr(served.model, "joins_rows", True), served.settings.spread == "even"
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, can_rewind=can_rewind, even=even, tell=tell)
-        host = LayerHost(lambda: served.model, get, self.device)
-        layer_s, crowded_s = host.measure(self.width), host.measure(self.width, _ROWS)
+        host = LayerHost(lambda: served.model, get, self.ends.device)
+        layer_s, crowded_s = host.measure(self.ends.width), host.measure(self.ends.width, _ROWS)
         self.placement.batch_slowdown = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
         host.drop(LayerRange(0, 1))
         self.node_server = NodeServer(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
-        node = NodeState(SERVER_NODE, layer_s, float(memory_for_layers(self.device)), self._measured_ends() / crowded_s * layer_s)
+        node = NodeState(SERVER_NODE, layer_s, float(memory_for_layers(self.ends.device)), self._measured_ends() / crowded_s * layer_s)
         self.local_node = LocalNode(self, host, node)
         self._spent = self._now_spent()
         self.local_node.start()
@@ -79,10 +79,10 @@ class DistributedModel(NodePipeline):
     @torch.inference_mode()
     def _measured_ends(self) -> float:
         """Seconds for the embedding, the head and the choice of the next token of `_ROWS` requests."""
-        taken, ids_B1 = [], torch.zeros(_ROWS, 1, dtype=torch.long, device=self.device)
+        taken, ids_B1 = [], torch.zeros(_ROWS, 1, dtype=torch.long, device=self.ends.device)
         for _ in range(_MEASURED):
             start = time.perf_counter()
-            choose(self._result(self.ends.embed(ids_B1), None), [Warp(0.0)] * _ROWS, [0.0] * _ROWS)
+            choose(self.ends.result(self.ends.modules.embed(ids_B1), None), [Warp(0.0)] * _ROWS, [0.0] * _ROWS)
             taken.append(time.perf_counter() - start)
         return min(taken)
 
@@ -90,7 +90,7 @@ class DistributedModel(NodePipeline):
         """Also update the server's time for messages, threads and answers, which can be measured only while it serves."""
         before, self._spent = self._spent, self._now_spent()
         wall_s, all_s, layers_s = (now - then for now, then in zip(self._spent, before, strict=True))
-        if self.device.type == "cpu" and wall_s < _WINDOW_S:
+        if self.ends.device.type == "cpu" and wall_s < _WINDOW_S:
             self.local_node.node.fixed_s = moving_average(
                 self.local_node.node.fixed_s, max(0.0, all_s / torch.get_num_threads() - layers_s) / weight
             )

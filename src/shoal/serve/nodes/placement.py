@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.scheduling.layer_split import MachineSpec, split
-from shoal.serve.batching import MachineEntry
+from shoal.serve.batching.backend_interface import MachineEntry
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand
 from shoal.serve.nodes.node_timing import NodeTiming

@@ -125,7 +125,7 @@ class NodeServer(threading.Thread):
     def _answer(self, request: Request, header: Mapping[str, Any]) -> Message | None:
         kind = header.get("kind")
         if kind == "node":
-            return Message({"kind": "model", **self.model, "width": self.pipeline.width, "int8": self.int8})
+            return Message({"kind": "model", **self.model, "width": self.pipeline.ends.width, "int8": self.int8})
         if kind == "tensor":
             answer, frames = self.tensors.answer(header)
             return Message(answer, frames)
