@@ -239,7 +239,7 @@ def test_fields_of_a_request_replace_those_of_the_settings_one_by_one():
     assert read(temperature=0.5) == Warp(0.5, 40, None, None)
     assert read(top_k=0, top_p=0.7, min_p=0.1) == Warp(1.0, None, 0.7, 0.1)
     assert read(strategy="top_k_top_p", top_k=3) == Warp(1.0, 3, 0.9, None)
-    assert read(strategy="greedy").temperature == 0
+    assert read(strategy="greedy").temperature == read(temperature=1e-40).temperature == 0
 
 
 def test_the_seed_decides_the_text_and_without_one_it_differs(service):

@@ -161,8 +161,9 @@ def candidates(logits_BV: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
     """The probabilities of the candidate tokens, and their ids; None: all tokens, in order."""
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     scores_BC, ids_BC = logits_BV, None
-    if warp.temperature != 1:  # relative to the best, so that no temperature is too small to divide by
-        scores_BC = (logits_BV - logits_BV.amax(-1, keepdim=True)).div_(warp.temperature)
+    if warp.temperature != 1:  # relative to the best, so that a small temperature leaves its score at 0
+        least = torch.finfo(logits_BV.dtype).tiny
+        scores_BC = (logits_BV - logits_BV.amax(-1, keepdim=True)).div_(max(warp.temperature, least))
     share = 1.0 if warp.top_p is None else warp.top_p
     if warp.top_k is not None and warp.top_k < scores_BC.shape[-1]:
         scores_BC, ids_BC = scores_BC.topk(warp.top_k)

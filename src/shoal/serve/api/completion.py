@@ -31,6 +31,8 @@ from shoal.web.auth import RefusedError
 
 _LEAST_TOP_P = 1e-9
 """A request may say top_p 0, and means the most likely token."""
+_LEAST_TEMPERATURE = 1e-6
+"""A lower one chooses the most likely token, as 0 does: a GPU cannot divide by every smaller number."""
 _LETTERS_PER_TOKEN, _LEAST_LETTERS = 8, 1 << 14
 """Of a text with more letters for each token of the context, the beginning is encoded first. English has four to five for a token."""
 _MOST_LETTERS = 1 << 18
@@ -272,6 +274,8 @@ def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:
     changes = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
     if "top_p" in changes:
         changes["top_p"] = max(changes["top_p"], _LEAST_TOP_P)
+    if changes.get("temperature", 1) < _LEAST_TEMPERATURE:
+        changes["temperature"] = 0.0
     if changes.get("top_k", 1) <= 0:
         changes["top_k"] = None
     return warp._replace(**changes)
