@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
 import re
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -22,10 +24,11 @@ from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.models.generation.decoding import LogitPenalties, Warp
 from shoal.models.generation.token_masks import _denied_on_gpu, masked, words_for
 from shoal.models.gpt import Gpt
+from shoal.serve import constraints
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching.backend_interface import Backend
 from shoal.serve.batching.batching_engine import BatchingEngine
-from shoal.serve.constraints import GrammarCompiler, GrammarError, TokenConstraint, check_size
+from shoal.serve.constraints import GrammarCompiler, GrammarError, SlowGrammarError, TokenConstraint, check_size
 from shoal.serve.nodes.placement import SERVER_NODE
 from shoal.serve.paged_backend import PagedBackend
 from shoal.serve.speculation import Speculation
@@ -34,6 +37,7 @@ from tests.serve.test_batching import VOCABULARY, Heard, alone, job, make_model
 from tests.serve.test_nodes import finish, make, split_evenly, spread
 from tests.support.chat_folders import write_tokenizer
 from tests.support.json_schemas import random_schema
+from tests.support.processes import HANG_S
 
 LETTERS = CharacterTokenizer('{}[]":,.-+ 0123456789abcdefglnorstuxyzkE')
 COMPILER = GrammarCompiler(LETTERS, (), VOCABULARY)
@@ -163,6 +167,50 @@ def test_hostile_grammars_are_refused_or_followed_and_take_no_long_time(grammar)
         if one.is_over:
             return
         one.advance((allowed(one) or [0])[0])
+
+
+def test_a_grammar_that_overflows_the_stack_costs_no_new_process():
+    """Starting one takes half a second, in which the grammars of others wait."""
+    regex("a")
+    before = COMPILER._slow._checker._process
+    with pytest.raises(GrammarError, match="takes too much to compile"):
+        COMPILER.compile(chained_references(2500))
+    assert regex("a").mask().any()
+    assert COMPILER._slow._checker._process is before
+
+
+def test_a_grammar_that_takes_longer_than_it_may_is_ended():
+    queue = constraints._CompileQueue(1e-6)
+    with pytest.raises(SlowGrammarError, match="more than 1e-06 seconds"):
+        queue.check(chained_references(400))
+    queue.threads.shutdown()
+
+
+def test_a_grammar_waits_for_none_that_takes_long(monkeypatch):
+    compiler, may_end, check = GrammarCompiler(LETTERS, (), VOCABULARY), threading.Event(), constraints._CompileQueue.check
+
+    def slow(queue, grammar):
+        if "slow" not in grammar:
+            check(queue, grammar)
+        elif queue.seconds < constraints._CHECK_S:
+            raise SlowGrammarError("too long")
+        else:
+            assert may_end.wait(HANG_S)
+            raise GrammarError("refused")
+
+    async def ask():
+        many = [asyncio.create_task(compiler.compiled(lambda: "slow")) for _ in range(5)]
+        try:
+            found = await asyncio.wait_for(compiler.compiled(lambda: 'start: "ab"\n'), HANG_S)
+            assert not any(one.done() for one in many)
+        finally:
+            may_end.set()
+        assert all(isinstance(one, GrammarError) for one in await asyncio.gather(*many, return_exceptions=True))
+        return found
+
+    monkeypatch.setattr(constraints._CompileQueue, "check", slow)
+    assert allowed(asyncio.run(ask()))
+    compiler.close()
 
 
 @pytest.mark.parametrize("kind", ["learned", "moe", "lstm"])

@@ -8,7 +8,8 @@ Shapes: B batch, V vocabulary, W words of 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -35,13 +36,19 @@ ends. A schema of an object with 100 fields needs a fifth of it."""
 _MISSING = "answers by a grammar need the Python package `llguidance`: pip install 'shoal[serve]'"
 
 
-_CHECK_S, _CHECK_BYTES = 2, 2 << 30
+_CHECK_S, _CHECK_BYTES = 2.0, 2 << 30
 """Time and memory to compile a grammar in a process of its own, before it is compiled here. Chains of references can overflow a stack, and
 chains of terminals can take half a minute."""
+_QUICK_S = 0.2
+"""A grammar that takes longer waits for others like it, and no other waits for it. Schemas of 100 fields take a tenth of that."""
 
 
 class GrammarError(ShoalError):
     """A grammar that cannot be read, is too large, or that no text of the model's vocabulary follows."""
+
+
+class SlowGrammarError(GrammarError):
+    """A grammar that takes longer to compile than it may."""
 
 
 class TokenConstraint:
@@ -105,22 +112,51 @@ def apply_constraints(scores_BV: Tensor, constraints: Sequence[TokenConstraint |
     return scores_BV
 
 
+class _CompileQueue:
+    """Threads that compile grammars one after the other, and the process that tries each before."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: for each grammar."""
+        self.seconds = seconds
+        self.threads = ThreadPoolExecutor(_COMPILING, "shoal-grammar")
+        self._checker = PromptProcess("the compiler of grammars", _CHECK_BYTES, int(_CHECK_S) + 1, grammar_limits=_LIMITS)
+
+    def check(self, grammar: str) -> None:
+        """Raises GrammarError where a grammar cannot be compiled, and SlowGrammarError where it takes too long."""
+        try:
+            is_slow, reason = self._checker.ask([grammar, self.seconds])
+        except ShoalError as stopped:
+            raise GrammarError(f"it takes too much to compile: {stopped}") from None
+        if is_slow:
+            raise SlowGrammarError(f"it takes too much to compile: more than {self.seconds:g} seconds")
+        if reason:
+            raise GrammarError(_reason(reason))
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, in threads of its own."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int], vocab_size: int) -> None:
         """`eos_ids`: the tokens that end an answer; `vocab_size`: that of the model."""
         self._tokenizer, self._eos_ids, self._vocab_size = tokenizer, frozenset(eos_ids), vocab_size
-        self.threads = ThreadPoolExecutor(_COMPILING, "shoal-grammar")
+        self._quick, self._slow = _CompileQueue(_QUICK_S), _CompileQueue(_CHECK_S)
         self._masking = ThreadPoolExecutor(_MASKING, "shoal-mask")
         self._lock = Lock()
-        self._checker = PromptProcess("the compiler of grammars", _CHECK_BYTES, _CHECK_S, grammar_limits=_LIMITS)
         self._vocabulary: tuple[Any, NDArray[np.int32]] | None = None
 
-    def compile(self, grammar: str) -> TokenConstraint:
-        """`grammar`: in the form that llguidance reads. Raises GrammarError."""
+    async def compiled(self, write: Callable[[], str]) -> TokenConstraint:
+        """The grammar that `write` returns, in the form that llguidance reads. One that takes long keeps only others like it waiting.
+        Raises ShoalError."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._quick.threads, lambda: self.compile(write(), may_be_slow=False))
+        except SlowGrammarError:
+            return await loop.run_in_executor(self._slow.threads, lambda: self.compile(write()))
+
+    def compile(self, grammar: str, *, may_be_slow: bool = True) -> TokenConstraint:
+        """The grammar, in this thread. Raises GrammarError."""
         library = import_optional("llguidance", _MISSING)
-        self._check(grammar)
+        (self._slow if may_be_slow else self._quick).check(grammar)
         vocabulary, possible = self._read_vocabulary(library)
         matcher = library.LLMatcher(vocabulary, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
         if matcher.is_error():
@@ -130,18 +166,10 @@ class GrammarCompiler:
             raise GrammarError("no text of the model's vocabulary follows it")
         return constraint
 
-    def _check(self, grammar: str) -> None:
-        """Raises GrammarError where a grammar cannot be compiled, or takes too long."""
-        try:
-            reason = self._checker.ask(grammar)
-        except ShoalError as stopped:
-            raise GrammarError(f"it takes too much to compile: {stopped}") from None
-        if reason:
-            raise GrammarError(_reason(reason))
-
     def close(self) -> None:
         """End the threads."""
-        self.threads.shutdown(wait=False)
+        self._quick.threads.shutdown(wait=False)
+        self._slow.threads.shutdown(wait=False)
         self._masking.shutdown(wait=False)
 
     def _read_vocabulary(self, library: Any) -> tuple[Any, NDArray[np.int32]]:

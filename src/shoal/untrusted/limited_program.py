@@ -8,6 +8,7 @@ reads them.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ Answer = Callable[[Any], Any]
 _JINJA = (3, 1, 6)
 """Older versions have known ways out of their sandbox."""
 _STACK_BYTES = 2 << 20
+_TOO_MUCH = "it takes too much to compile: more memory or a deeper stack than it may have"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages hold an answer's thoughts. Templates read the first."""
 
@@ -77,22 +79,48 @@ def _made(setup: dict[str, Any]) -> Answer:
 
 
 def _grammar_checker(limits: dict[str, Any]) -> Answer:
-    """Compiles grammars, and answers what is wrong with one; empty: nothing. The stack is a quarter of what the server's threads have: a
-    grammar that overflows it ends this process, and none that passes ends the server."""
+    """Compiles grammars. A request is a grammar and the seconds that it may take; the answer is whether it took longer, and what is wrong
+    with it; empty: nothing. The stack is a quarter of what the server's threads have: none that passes ends the server."""
     import threading
 
     from llguidance import LLMatcher, LLParserLimits
 
     threading.stack_size(_STACK_BYTES)
 
-    def check(grammar: str) -> str:
+    def problem(grammar: str) -> str:
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**limits))))
         thread.start()
         thread.join()
         return found[0]
 
+    def check(request: tuple[str, float]) -> tuple[bool, str]:
+        grammar, seconds = request
+        return _in_a_child(partial(problem, grammar), seconds) if hasattr(os, "fork") else (False, problem(grammar))
+
     return check
+
+
+def _in_a_child(work: Callable[[], str], seconds: float) -> tuple[bool, str]:
+    """Whether the work took longer than that, and its result. It ends a child of this process if it overflows the stack, and starting this
+    process anew would take a hundred times as long."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            with os.fdopen(write, "wb") as pipe:
+                pipe.write(work().encode("utf-8", "replace"))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        result = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return True, ""
+    return False, result.decode("utf-8") if status == 0 else _TOO_MUCH
 
 
 class _Renderer:

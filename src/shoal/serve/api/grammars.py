@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import NamedTuple
 
 from shoal.data.packages import import_optional
@@ -63,13 +62,9 @@ async def constraint_for(request: GenerationRequest, use: ToolUse | None, compil
     if param is None:
         return None
     try:
-        return await asyncio.get_running_loop().run_in_executor(compiler.threads, _compiled, request, use, compiler)
+        return await compiler.compiled(lambda: _grammar_of(request, use))
     except ShoalError as error:
         raise RefusedError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
-
-
-def _compiled(request: GenerationRequest, use: ToolUse | None, compiler: GrammarCompiler) -> TokenConstraint:
-    return compiler.compile(_grammar_of(request, use))
 
 
 def _param(request: GenerationRequest, use: ToolUse | None) -> str | None:
