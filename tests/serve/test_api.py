@@ -24,7 +24,8 @@ from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp
 from shoal.serve.api.completion import warp_for
-from shoal.serve.api.requests import ChatRequest, CompletionRequest, read_json
+from shoal.serve.api.json_body import read_json
+from shoal.serve.api.requests import ChatRequest, CompletionRequest
 from shoal.serve.backend import LocalBackend
 from shoal.serve.server import ModelServer, require_key
 from shoal.web.auth import RefusedError

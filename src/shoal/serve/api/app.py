@@ -22,6 +22,7 @@ from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, check_tokens, prompt_ids, tokens_of
 from shoal.serve.api.embedding import embed, in_base64, input_ids
 from shoal.serve.api.grammars import constraint_for, tool_use
+from shoal.serve.api.json_body import JsonRoute
 from shoal.serve.api.metrics import pool_metrics
 from shoal.serve.api.openapi import describe, error_responses, generated_responses
 from shoal.serve.api.requests import (
@@ -30,7 +31,6 @@ from shoal.serve.api.requests import (
     DetokenizeRequest,
     EmbeddingRequest,
     GenerationRequest,
-    JsonRoute,
     TokenizeRequest,
     refusal_of,
 )
@@ -196,7 +196,8 @@ class Api:
 async def _stream(generation: Generation, writer: schema.ResponseWriter) -> AsyncIterator[str]:
     try:
         async for delta in generation.deltas():
-            if (chunk := writer.chunk(delta)) is not None:
+            chunk = await asyncio.to_thread(writer.chunk, delta) if writer.has_prompt(delta) else writer.chunk(delta)
+            if chunk is not None:
                 yield chunk
         if generation.request.stream_options.include_usage:
             yield writer.usage_chunk()
@@ -213,7 +214,10 @@ async def _whole(request: Request, generation: Generation, writer: schema.Respon
 
     try:
         deltas = await _unless_disconnected(request, collect())
-        return Response(status_code=499) if deltas is None else Response(writer.whole(deltas), media_type="application/json")
+        if deltas is None:
+            return Response(status_code=499)
+        # With the probabilities of many tokens this takes seconds, in which the other requests go on
+        return Response(await asyncio.to_thread(writer.whole, deltas), media_type="application/json")
     finally:
         generation.cancel()
 

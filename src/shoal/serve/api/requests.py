@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fastapi import Request
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from starlette.responses import Response
+from pydantic_core import PydanticCustomError
 
 from shoal.web.auth import RefusedError
 
@@ -18,16 +16,34 @@ MOST_STOPS = 4
 MOST_BIASES = 300
 _MOST_CALLS, _MOST_TOOLS, _MOST_CHOICE_TEXTS = 128, 128, 1000
 _MOST_MESSAGES, _MOST_DETOKENIZED = 10_000, 1 << 16
-_LARGEST_BODY = 4 * 2**20
 _LARGEST_SEED = 2**63
 _MOST_TOKENS = 10**9
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class StrictModel(BaseModel):
-    """A value of the wrong type is refused and never converted; so is a field that is not declared."""
+    """A value of the wrong type is refused and never converted; so is a field that is not declared.
+
+    Holds: only few faults of a body are looked for. pydantic would make an error of each, and 4 MB have room for a million: half a minute
+    in which nothing else is answered. So lists end with their first fault (`fail_fast`), and objects with their first unknown field.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_other_fields(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            other = next((name for name in value if name not in _names_of(cls)), None)
+            if other is not None:
+                raise PydanticCustomError("unknown_field", "{name} is not offered", {"name": other})
+        return value
+
+
+@functools.cache
+def _names_of(model: type[BaseModel]) -> frozenset[str]:
+    """The names of the fields as clients write them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class MessageTextPart(StrictModel):
@@ -57,7 +73,9 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_joined_parts, json_schema_input_type=str | list[MessageTextPart])] = None
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=_MOST_CALLS, description="What an assistant called before.")
+    tool_calls: list[ToolCall] | None = Field(
+        default=None, max_length=_MOST_CALLS, fail_fast=True, description="What an assistant called before."
+    )
     tool_call_id: str | None = Field(default=None, description="Of a tool's answer: the call that it answers.")
     name: str | None = Field(default=None, description="Accepted and not used.")
     annotations: Any = Field(default=None, description="Accepted and not used: clients send whole answers back.")
@@ -133,7 +151,7 @@ class NamedToolChoice(StrictModel):
 
 class SomeTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: list[NamedToolChoice] = Field(min_length=1, max_length=_MOST_TOOLS)
+    tools: list[NamedToolChoice] = Field(min_length=1, max_length=_MOST_TOOLS, fail_fast=True)
 
 
 class SomeToolsChoice(StrictModel):
@@ -150,11 +168,20 @@ def _as_list(value: Any) -> Any:
 
 DecodingStrategy = Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"]
 StopWord = Annotated[str, Field(min_length=1, max_length=256)]
-StopWords = Annotated[list[StopWord], Field(max_length=MOST_STOPS)]
+StopWords = Annotated[list[StopWord], Field(max_length=MOST_STOPS, fail_fast=True)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]
 """In JSON the key of an object is a string, so here a number is read from one."""
-GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=_MOST_CHOICE_TEXTS)]
+GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=_MOST_CHOICE_TEXTS, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, Mapping) and len(biases) > MOST_BIASES:
+        raise ValueError(f"at most {MOST_BIASES} tokens may have a bias, and here are {len(biases)}")
+    return biases
+
+
+Biases = Annotated[dict[TokenId, Bias], BeforeValidator(_few), Field(max_length=MOST_BIASES)]
 
 
 def chosen_tools(choice: ToolChoice) -> list[str] | None:
@@ -179,7 +206,7 @@ class GenerationRequest(StrictModel):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="Weakens tokens that occurred; 1: off.")
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="Subtracted from the logits of tokens that were generated.")
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="The same, times how often the token was generated.")
-    logit_bias: dict[TokenId, Bias] = Field(default={}, max_length=MOST_BIASES, description="Added to the logits of these token ids.")
+    logit_bias: Biases = Field(default={}, description="Added to the logits of these token ids.")
     n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="Answers to write for each prompt.")
     stop: Annotated[StopWords, BeforeValidator(_as_list, json_schema_input_type=StopWord | StopWords)] = Field(
         default=[], description="Texts that end an answer. They are not part of it."
@@ -210,21 +237,23 @@ class GenerationRequest(StrictModel):
 class ChatRequest(GenerationRequest):
     is_chat = True
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES, description="The conversation so far.")
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True, description="The conversation so far.")
     max_completion_tokens: int | None = Field(
         default=None, ge=1, le=_MOST_TOKENS, description="The same as max_tokens, and taken before it."
     )
     logprobs: bool = Field(default=False, description="Report the log probability of each token.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Likely tokens to report beside each token.")
     response_format: ResponseFormat | None = Field(default=None, description="Text, any JSON object, or JSON that fits a schema.")
-    tools: list[ToolDefinition] = Field(default=[], max_length=_MOST_TOOLS, description="Functions that the answer may call.")
+    tools: list[ToolDefinition] = Field(
+        default=[], max_length=_MOST_TOOLS, fail_fast=True, description="Functions that the answer may call."
+    )
     tool_choice: ToolChoice = Field(
         default="auto", description="Whether the answer calls tools: none, as the model likes, at least one, the named, or some."
     )
     parallel_tool_calls: bool = Field(default=True, description="Whether an answer may have several calls, if the model's template has.")
     store: Literal[False] = Field(default=False, description="The server stores no conversation.")
     service_tier: str | None = Field(default=None, description="Accepted and not used.")
-    modalities: list[Literal["text"]] = Field(default=["text"], max_length=1, description="Answers are texts.")
+    modalities: list[Literal["text"]] = Field(default=["text"], max_length=1, fail_fast=True, description="Answers are texts.")
 
     @field_validator("tools")
     @classmethod
@@ -260,11 +289,11 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Prompt = str | Annotated[list[int], Field(min_length=1)]
+Prompt = str | Annotated[list[int], Field(min_length=1, fail_fast=True)]
 """A text, or its token ids."""
-Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
-Inputs = Annotated[list[Prompt], Field(min_length=1, max_length=2048)]
+Inputs = Annotated[list[Prompt], Field(min_length=1, max_length=2048, fail_fast=True)]
 
 
 def _as_prompts(value: Any) -> Any:
@@ -319,7 +348,9 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = Field(default=None, description="The name that GET /v1/models lists.")
     prompt: str | None = Field(default=None, description="The text.")
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=_MOST_MESSAGES, description="The conversation.")
+    messages: list[ChatMessage] | None = Field(
+        default=None, min_length=1, max_length=_MOST_MESSAGES, fail_fast=True, description="The conversation."
+    )
     add_special_tokens: bool = Field(default=True, description="Begin a text with the token that the model expects before it.")
 
     @model_validator(mode="after")
@@ -331,7 +362,7 @@ class TokenizeRequest(StrictModel):
 
 class DetokenizeRequest(StrictModel):
     model: str | None = Field(default=None, description="The name that GET /v1/models lists.")
-    tokens: list[int] = Field(max_length=_MOST_DETOKENIZED, description="Token ids.")
+    tokens: list[int] = Field(max_length=_MOST_DETOKENIZED, fail_fast=True, description="Token ids.")
 
 
 _INSTEAD = {
@@ -356,10 +387,10 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
     param, kind = _param(error["loc"]), error["type"]
     if kind == "missing":
         return RefusedError(400, f"you must provide {param}", param=param)
-    if kind == "extra_forbidden":
-        name = str(error["loc"][-1])[:100]
-        instead = f": give {_INSTEAD[name]}" if name in _INSTEAD else ""
-        return RefusedError(400, f"{name} is not offered by this server{instead}", param=param or name, code="unsupported_parameter")
+    if kind == "unknown_field":
+        name = str(error["ctx"]["name"])[:100]
+        param, instead = _param((*error["loc"], name)) or name, f": give {_INSTEAD[name]}" if name in _INSTEAD else ""
+        return RefusedError(400, f"{name} is not offered by this server{instead}", param=param, code="unsupported_parameter")
     text = str(error["msg"]).removeprefix("Value error, ")
     return RefusedError(400, text if text.startswith(param) else f"{param}: {text[:1].lower()}{text[1:]}", param=param or None)
 
@@ -375,62 +406,3 @@ def _param(place: Sequence[str | int]) -> str:
         else:
             break
     return found
-
-
-def read_json(raw: bytes) -> dict[str, Any]:
-    """The body of a request, without its fields that are null. Raises RefusedError."""
-
-    def no_constant(word: str) -> None:
-        raise ValueError(f"{word} is no number of JSON")
-
-    try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=no_constant)
-        if b"\\u" in raw:  # an escape can write half of a character, which has no encoding
-            json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise RefusedError(400, "the body has half of a character (a lone surrogate)") from None
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RefusedError(400, "the body must be a JSON object")
-    return {name: value for name, value in body.items() if value is not None}
-
-
-class _ReadRequest(Request):
-    """A request whose body has been read and parsed."""
-
-    def __init__(self, request: Request, raw: bytes) -> None:
-        super().__init__(request.scope, request.receive)
-        self._raw, self._parsed = raw, read_json(raw)
-
-    async def body(self) -> bytes:
-        return self._raw
-
-    async def json(self) -> Any:
-        return self._parsed
-
-
-class JsonRoute(APIRoute):
-    """A route with a JSON body. FastAPI would read a body of any size, and accept NaN."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def checked(request: Request) -> Response:
-            return await handle(_ReadRequest(request, await _read_body(request)))
-
-        return checked
-
-
-async def _read_body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A browser sends a form of another site's page without asking this server first; JSON it does not
-        raise RefusedError(415, "the body must be application/json")
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _LARGEST_BODY:
-            raise RefusedError(413, f"the body may have {_LARGEST_BODY} bytes at most")
-    return b"".join(parts)

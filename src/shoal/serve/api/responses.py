@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast, get_args
 
 from pydantic import BaseModel
@@ -270,9 +270,13 @@ class ResponseWriter:
         usage = self._usage()
         if self.request.is_chat:
             chats = [self._chat_choice(i, parts) for i, parts in enumerate(by_choice)]
-            return _json(ChatCompletion(**self._head, object="chat.completion", choices=chats, usage=usage))
-        texts = [self._text_choice(i, parts, is_first=True) for i, parts in enumerate(by_choice)]
-        return _json(TextCompletion(**self._head, object="text_completion", choices=texts, usage=usage))
+            return _filled(_json(ChatCompletion(**self._head, object="chat.completion", choices=[], usage=usage)), "choices", chats)
+        texts = [_json(self._text_choice(i, parts, is_first=True)) for i, parts in enumerate(by_choice)]
+        return _filled(_json(TextCompletion(**self._head, object="text_completion", choices=[], usage=usage)), "choices", texts)
+
+    def has_prompt(self, delta: TextDelta) -> bool:
+        """Whether the chunk of this delta reports the probabilities of a whole prompt."""
+        return delta.choice not in self._begun and bool(self.generation.prompt_logprobs(delta.choice))
 
     def chunk(self, delta: TextDelta) -> str | None:
         """The events of a delta; None where it says nothing to the client. The reason for a chat's end has an event of its own, as OpenAI
@@ -302,11 +306,13 @@ class ResponseWriter:
         details = PromptTokensDetails(cached_tokens=self.generation.reused_tokens)
         return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=details)
 
-    def _chat_choice(self, index: int, deltas: Sequence[TextDelta]) -> ChatChoice:
+    def _chat_choice(self, index: int, deltas: Sequence[TextDelta]) -> str:
         text, calls = "".join(delta.text for delta in deltas), _whole_calls(deltas)
         called: dict[str, Any] = {"tool_calls": calls} if calls else {}
         message = AssistantMessage(role="assistant", content=None if calls and not text else text, refusal=None, **called)
-        return ChatChoice(index=index, message=message, logprobs=self._chat_logprobs(deltas), finish_reason=_reason(deltas[-1], calls))
+        logprobs = None if self.request.logprob_count is None else ChatLogprobs(content=[], refusal=None)
+        choice = _json(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_reason(deltas[-1], calls)))
+        return choice if logprobs is None else _filled(choice, "content", map(_json, self._likely_tokens(deltas)))
 
     def _chat_chunk_choice(self, delta: TextDelta, is_first: bool) -> ChatChunkChoice:
         if delta.calls:
@@ -330,14 +336,12 @@ class ResponseWriter:
     def _chat_logprobs(self, deltas: Sequence[TextDelta]) -> ChatLogprobs | None:
         if self.request.logprob_count is None:
             return None
-        content = [
-            TokenWithLogprobs(
-                **self._likely(token.token, token.logprob).model_dump(),
-                top_logprobs=[self._likely(other.token, other.logprob) for other in token.others],
-            )
-            for token in _tokens(deltas)
-        ]
-        return ChatLogprobs(content=content, refusal=None)
+        return ChatLogprobs(content=[*self._likely_tokens(deltas)], refusal=None)
+
+    def _likely_tokens(self, deltas: Sequence[TextDelta]) -> Iterator[TokenWithLogprobs]:
+        for token in _tokens(deltas):
+            others = [self._likely(*other) for other in token.others]
+            yield TokenWithLogprobs.model_validate(self._likely(token.token, token.logprob) | {"top_logprobs": others})
 
     def _text_logprobs(self, index: int, tokens: Sequence[GeneratedToken]) -> CompletionLogprobs | None:
         if self.request.logprob_count is None:
@@ -366,9 +370,10 @@ class ResponseWriter:
             found[text] = max(other.logprob, found.get(text, -math.inf))
         return found
 
-    def _likely(self, token: int, logprob: float | None) -> LikelyToken:
+    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """The fields of a LikelyToken; a model for each of 20 tokens would take ten times as long."""
         text = self.texts[token]
-        return LikelyToken(token=text, logprob=logprob, bytes=list(text.encode("utf-8")))
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
 
 
 def _tokens(deltas: Sequence[TextDelta]) -> list[GeneratedToken]:
@@ -406,6 +411,14 @@ def _reason(delta: TextDelta, called: object = False) -> FinishReason | None:
 
 def _json(response: BaseModel) -> str:
     return response.model_dump_json(exclude_unset=True)
+
+
+def _filled(response: str, field: str, parts: Iterable[str]) -> str:
+    """The JSON of a response with these parts in its first empty list of this name. They are written one by one: no other thread runs
+    while pydantic writes, and objects of all tokens at once would be searched for garbage again and again."""
+    before, mark, after = response.partition(f'"{field}":[')
+    assert mark
+    return f"{before}{mark}{','.join(parts)}{after}"
 
 
 def error_event(error: RefusedError) -> str:
