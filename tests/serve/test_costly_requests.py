@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError
 
+from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, apply_penalties
 from shoal.serve.api import json_body, requests, responses
 from shoal.serve.api.json_body import read_json
 from shoal.serve.api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, StrictModel
+from shoal.serve.batching.generation_job import GenerationJob
 from shoal.web.auth import RefusedError
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_served
@@ -115,3 +118,33 @@ def test_the_probabilities_of_many_tokens_are_written_beside_other_requests(monk
     if not stream:
         assert sum(len(one["logprobs"]["content"]) for one in answer.json()["choices"]) == 8 * 12
         assert max(parts) < len(answer.text) / 50, "pydantic lets no other thread run while it writes"
+
+
+class CountedSequence(list[int]):
+    """Counts how many numbers were read."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            self.read += 1
+            yield number
+
+
+def test_penalties_read_each_token_of_a_text_once() -> None:
+    """Eight answers to a prompt of 32,000 tokens kept all others waiting for 0.3 s with each of their tokens."""
+    penalties = LogitPenalties(1.3, 0.5, 0.25, {4: 3.0})
+    prompt, written = CountedSequence([3, 1, 4, 1, 5]), CountedSequence()
+    one = GenerationJob(prompt, 100, TokenDraws(1, [1]), lambda event: False, Warp(1.0), penalties, written=written)
+    for token in range(40):
+        logits = torch.randn(16, generator=torch.Generator().manual_seed(token))
+        assert torch.equal(one.penalized(logits), apply_penalties(logits, penalties, list(prompt), list(written)))
+        prompt.read = written.read = 0
+        one.penalized(logits)
+        assert (prompt.read, written.read) == (0, 0)
+        written.append(token % 7)

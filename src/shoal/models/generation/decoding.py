@@ -84,22 +84,47 @@ def row_draws(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[TokenD
     return found
 
 
+class TextPenalties:
+    """The penalties of one text. It counts the tokens as they are written: to count a long text anew for each token takes 40 ms."""
+
+    def __init__(self, penalties: LogitPenalties, prompt_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        self.penalties = penalties
+        self._seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        """The tokens of the prompt and the text."""
+        self._seen_V[torch.tensor(prompt_ids, dtype=torch.long, device=device)] = True
+        self._counts_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+        """How often a token occurs in the text."""
+        self._counted = 0
+
+    def count(self, written_ids: Sequence[int]) -> None:
+        """Count what was written since the last time."""
+        new_N = torch.tensor(written_ids[self._counted :], dtype=torch.long, device=self._seen_V.device)
+        self._counted += len(new_N)
+        self._seen_V[new_N] = True
+        self._counts_V.index_add_(0, new_N, torch.ones_like(new_N, dtype=torch.float64))
+
+    def apply(self, logits_V: Tensor) -> Tensor:
+        """The logits of the next token after biases and penalties, as a copy."""
+        own = self.penalties
+        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32), copy=True)
+        if own.repetition != 1.0:
+            repeated_V = torch.where(logits_V < 0, logits_V * own.repetition, logits_V / own.repetition)
+            logits_V = torch.where(self._seen_V, repeated_V, logits_V)
+        if own.presence or own.frequency:
+            logits_V -= torch.where(self._counts_V > 0, own.presence + own.frequency * self._counts_V, 0.0).to(logits_V.dtype)
+        if own.bias:
+            added = torch.tensor(list(own.bias.values()), dtype=logits_V.dtype, device=logits_V.device)
+            logits_V[list(own.bias)] += added
+        return logits_V
+
+
 def apply_penalties(logits_V: Tensor, penalties: LogitPenalties, prompt_ids: Sequence[int], written_ids: Sequence[int]) -> Tensor:
     """The logits of one row after biases and penalties, as a copy."""
     if penalties == NO_PENALTIES:
         return logits_V
-    logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32), copy=True)
-    if penalties.repetition != 1.0 and (present := sorted({*prompt_ids, *written_ids})):
-        scores = logits_V[present]
-        logits_V[present] = torch.where(scores < 0, scores * penalties.repetition, scores / penalties.repetition)
-    if (penalties.presence or penalties.frequency) and written_ids:
-        counts = Counter(written_ids)
-        taken = [penalties.presence + penalties.frequency * count for count in counts.values()]
-        logits_V[list(counts)] -= torch.tensor(taken, dtype=logits_V.dtype, device=logits_V.device)
-    if penalties.bias:
-        added = torch.tensor(list(penalties.bias.values()), dtype=logits_V.dtype, device=logits_V.device)
-        logits_V[list(penalties.bias)] += added
-    return logits_V
+    text = TextPenalties(penalties, prompt_ids, len(logits_V), logits_V.device)
+    text.count(written_ids)
+    return text.apply(logits_V)
 
 
 def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.generation.decoding import NO_PENALTIES, NotFiniteError, apply_penalties, choose, finite_rows
+from shoal.models.generation.decoding import NO_PENALTIES, NotFiniteError, choose, finite_rows
 from shoal.serve.batched_kv_caches import PrefixCache
 from shoal.serve.batching.backend_interface import Backend, ChosenTokens, ForwardBatch
 from shoal.serve.batching.batch_scheduler import BatchScheduler
@@ -244,8 +244,7 @@ class BatchingEngine:
     def _choose(self, jobs: list[GenerationJob], logits_BV: Tensor) -> None:
         scores_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
         if any(job.penalties != NO_PENALTIES for job in jobs):
-            rows = zip(jobs, scores_BV, strict=True)
-            scores_BV = torch.stack([apply_penalties(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
+            scores_BV = torch.stack([job.penalized(logits_V) for job, logits_V in zip(jobs, scores_BV, strict=True)])
         scores_BV = apply_constraints(scores_BV, [job.constraint for job in jobs])
         try:
             tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()

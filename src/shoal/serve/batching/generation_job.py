@@ -1,4 +1,7 @@
-"""One answer to generate: what a request asks for, how far its generation is, and the events that report it."""
+"""One answer to generate: what a request asks for, how far its generation is, and the events that report it.
+
+Shapes: V vocabulary, L tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TokenDraws, Warp
+from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TextPenalties, TokenDraws, Warp
 from shoal.serve.constraints import TokenConstraint
 from shoal.serve.speculation import NO_PROPOSAL, Proposal, Proposer
 
@@ -103,6 +106,16 @@ class GenerationJob:
     proposer: Proposer | None = None
     begun_at: float = float("-inf")
     """When the last batch of this job was started."""
+    text_penalties: TextPenalties | None = None
+
+    def penalized(self, logits_V: Tensor) -> Tensor:
+        """The logits of the next token after the penalties."""
+        if self.penalties == NO_PENALTIES:
+            return logits_V
+        if self.text_penalties is None:
+            self.text_penalties = TextPenalties(self.penalties, self.prompt_ids, len(logits_V), logits_V.device)
+        self.text_penalties.count(self.written)
+        return self.text_penalties.apply(logits_V)
 
     def propose(self, most: int) -> Proposal:
         """Propose at most `most` next tokens."""
