@@ -28,7 +28,7 @@ from shoal.serve.nodes.layer_host import LayerHost, LayerRange
 from shoal.serve.nodes.messages import Endpoint
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
 from shoal.serve.nodes.node import NodeProcess, connect_to
-from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, LayerSize, NodeState, RouteStage, spare_nodes
+from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, LayerSize, NodePlacement, NodeState, RouteStage, spare_nodes
 from shoal.serve.nodes.server import NodeServer
 from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Message, Refused, Server
@@ -524,3 +524,16 @@ def test_training_workers_and_strangers_are_told_what_this_is():
         client.close()
         with pytest.raises(Unreachable):
             client.call(Message({"kind": "node"}), 0.1)
+
+
+def test_a_machine_that_reports_again_and_again_what_it_reaches_is_heard_once():
+    """Each report is told to the user, and thousands fit into a message."""
+    told: list[str] = []
+    placement = NodePlacement(LayerPlanner([LayerSize(10, 10)] * 4, even=True), expected=2, probes=True, tell=told.append)
+    for name in ("pi1", "pi2"):
+        placement.add(NodeState(name, 0.1, 1000.0, endpoint=Endpoint(name, "token", None)))
+    for reached in (True, False) * 10:
+        placement.on_probed("pi1", "pi2", reached)
+        placement.on_probed("pi1", "nobody", reached)
+    assert list(placement.reachable.values()) == [True]
+    assert [line for line in told if "pi1 sends" in line] == ["pi1 sends to pi2 directly"]

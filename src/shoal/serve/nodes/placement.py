@@ -180,6 +180,8 @@ class NodePlacement:
         """The next route, used as soon as its machines have loaded their layers, and the layers that are still missing."""
         self.reachable: dict[tuple[int, int], bool] = {}
         """By the join numbers of two machines: whether the first reaches the second. False: no, or not known yet."""
+        self._probing: set[tuple[int, int]] = set()
+        """Machines, by their join numbers, of which the first is asked whether it reaches the second. It answers once."""
         self._closed_paths: set[tuple[int, int]] = set()
         """Machines, by their join numbers, of which the first does not send directly to the second any more, whatever it reports."""
         self.batch_slowdown = 0.0
@@ -211,6 +213,7 @@ class NodePlacement:
         node.commands.clear()
         self.reachable = {pair: reached for pair, reached in self.reachable.items() if node.join_number not in pair}
         self._closed_paths = {pair for pair in self._closed_paths if node.join_number not in pair}
+        self._probing = {pair for pair in self._probing if node.join_number not in pair}
         if self.upcoming is not None and self.upcoming[0].uses_node(name):
             self.upcoming = None
         if self.current is not None and self.current.uses_node(name):
@@ -254,8 +257,10 @@ class NodePlacement:
 
     def on_probed(self, name: str, other: str, reached: bool) -> None:
         node, after = self.nodes[name], self.nodes.get(other)
-        if after is not None and (node.join_number, after.join_number) in self.reachable:
-            self.reachable[node.join_number, after.join_number] = reached
+        pair = (node.join_number, after.join_number) if after is not None else (0, 0)
+        if pair in self._probing:
+            self._probing.discard(pair)
+            self.reachable[pair] = reached
             self.tell(f"{name} sends to {other} " + ("directly" if reached else "through the server, since it cannot reach it"))
 
     def replan(self) -> None:
@@ -400,6 +405,7 @@ class NodePlacement:
             pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
             if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
                 self.reachable[pair] = False
+                self._probing.add(pair)
                 self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))
 
     def load(self, node: NodeState, layers: LayerRange) -> None:
