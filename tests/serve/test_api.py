@@ -114,7 +114,7 @@ def test_several_completions_of_a_prompt_need_no_best_of(client):
     asked = {"model": ASK["model"], "prompt": "Once", "max_tokens": 2}
     assert len(client.completions.create(**asked, n=2).choices) == 2
     assert len(client.completions.create(**asked, n=2, best_of=2).choices) == 2
-    with pytest.raises(openai.BadRequestError, match="best_of is not offered by this server: give n"):
+    with pytest.raises(openai.BadRequestError, match="best_of is not offered: it must equal n"):
         client.completions.create(**asked, n=1, best_of=2)
 
 
