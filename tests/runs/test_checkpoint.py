@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as module
-from shoal.runs.folder.checkpoint import Checkpoints, find_checkpoint, read_checkpoint
+from shoal.runs.folder.checkpoint import Checkpoints, find_checkpoint, read_checkpoint, save_weights
 from shoal.updates.state_packing import packed, unpacked
 from tests.support.processes import Command
 from tests.support.small_runs import DIGITS
@@ -40,6 +40,13 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert isinstance(found.state["b"][0], tuple)
     assert torch.equal(found.state["b"][0][1][0], torch.ones(2))
     assert (found.state["b"]["x"], found.state["c"]) == ("y", 0.5)
+
+
+@pytest.mark.parametrize(("folder", "file"), [(0o700, 0o600), (0o750, 0o640), (0o755, 0o644), (0o777, 0o644)])
+def test_weights_may_be_read_by_those_who_may_read_their_folder(tmp_path: Path, folder: int, file: int) -> None:
+    tmp_path.chmod(folder)
+    save_weights(tmp_path / "model.safetensors", {"w": torch.ones(2)})
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == file
 
 
 def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:

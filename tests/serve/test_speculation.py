@@ -262,6 +262,16 @@ def test_inputs_that_are_reported_after_tokens_were_removed_are_kept_without_the
     assert (active.ids, torch.cat(active.kept[2]).flatten().tolist()) == ([1, 2], [1.0, 2.0])
 
 
+def test_the_kept_inputs_of_a_long_answer_are_few_pieces() -> None:
+    active, states_LD = ActiveRequest(None), torch.arange(1000.0)[:, None]
+    for position in range(1000):
+        active.keep(2, position, states_LD[position : position + 1])
+    assert len(active.kept[2]) <= 10
+    kept = active.kept_input(2, 1000)
+    assert kept is not None
+    assert kept[0].equal(states_LD)
+
+
 def test_tokens_of_one_answer_have_the_same_logits_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, where products with weights in few bits do: such products make a large difference of the smallest one."""
     monkeypatch.setattr(layers, "way_for", lambda shape, device: products._INTEGERS)

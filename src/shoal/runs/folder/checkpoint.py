@@ -326,9 +326,10 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save(path: Path, weights: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a file. Raises ShoalError."""
+    """Write tensors to a file that those may read who may read its folder; safetensors gives it to its owner alone. Raises ShoalError."""
     try:
         save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, path, metadata)
+        path.chmod(path.parent.stat().st_mode & 0o644 | 0o600)
     except (OSError, SafetensorError) as error:
         final = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
         raise ShoalError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from None

@@ -35,7 +35,7 @@ def measure_again(folder: Path, ledger: Iterable[dict[str, Any]]) -> tuple[list[
             found.append(f"round {kept.version} was measured, and the ledger has no scores of it")
         else:
             found += [f"round {kept.version}: {what}" for what in repeat.differences(kept, lines[kept.version])]
-    return [f"scores    {len(rounds)} rounds were measured again: {', '.join(str(one.version) for one in rounds)}"], found
+    return [f"scores    measured again: round{'s' * (len(rounds) != 1)} {', '.join(str(one.version) for one in rounds)}"], found
 
 
 class _Repeat:

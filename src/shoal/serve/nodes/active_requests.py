@@ -37,13 +37,16 @@ class ActiveRequest:
     """The forward pass of its last tokens."""
 
     def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
-        """Keep the inputs from a position on, replacing earlier ones. Where inputs before the position are missing, nothing is kept."""
+        """Keep the inputs from a position on, replacing earlier ones. Where inputs before the position are missing, nothing is kept.
+        Each piece is joined with shorter ones before it, so that a long text has few."""
         pieces = self.kept.setdefault(layer, [])
         if sum(map(len, pieces)) < position:
             pieces.clear()
-        else:
-            _shorten(pieces, position)
-            pieces.append(x_LD)
+            return
+        _shorten(pieces, position)
+        while pieces and len(pieces[-1]) <= len(x_LD):
+            x_LD = torch.cat([pieces.pop(), x_LD])
+        pieces.append(x_LD)
 
     def kept_input(self, layer: int, length: int) -> Tensor | None:
         """The inputs of the first tokens; None: not all of them were kept."""
