@@ -16,6 +16,7 @@ from shoal.engines import StepResult
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.recorder import Recorder, Reporter, SharedDataProgress
 from shoal.runs.monitoring.status import added
+from shoal.runs.training import loop
 
 
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
@@ -103,6 +104,27 @@ def test_bytes_and_time_are_counted_over_restarts(tmp_path: Path) -> None:
     assert after["wall_s"] > before["wall_s"]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["received_bytes"] for record in records] == sorted(record["received_bytes"] for record in records)
+
+
+class Listening(Reporter):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.told.append(text)
+
+
+def test_an_evaluation_that_takes_long_says_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_TOLD_EVERY_S", 0.0)
+    settings = {
+        "model": {"kind": "mlp", "hidden_sizes": [4]},
+        "training": {"max_steps": 1, "device": "cpu"},
+        "evaluation": {"batches": 3, "batch_size": 8},
+    }
+    reporter = Listening()
+    shoal.train(settings, run_dir=tmp_path / "run", reporters=[reporter], progress=False)
+    told = [text.split(" in ")[0] for text in reporter.told if text.startswith("evaluating")]
+    assert told == ["evaluating: 0 batches", "evaluating: 1 batches", "evaluating: 2 batches"]
 
 
 def test_a_run_that_is_to_end_does_not_finish_its_evaluation(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,9 @@ from shoal.runs.monitoring.recorder import STOPPED_EARLY, Recorder
 from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.tasks import Batch
 from shoal.updates.state_packing import Checkpoint
+
+_TOLD_EVERY_S = 20.0
+"""Interval at which an evaluation that takes long says how far it has come."""
 
 
 class _Interrupted(Exception):
@@ -122,7 +126,11 @@ class TrainingLoop(RecordedLoop):
 
     def _until_interrupted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches until the run is interrupted. Several processes evaluate to the end, since each waits for the others."""
-        for batch in batches:
+        began = told_at = time.monotonic()
+        for number, batch in enumerate(batches):
+            if (now := time.monotonic()) - told_at >= _TOLD_EVERY_S:
+                told_at = now
+                self.message(f"evaluating: {number} batches in {now - began:.0f} s (evaluation.batches sets how many)")
             if self.recorder.stopping == INTERRUPTED and self.engine.world.size == 1:
                 raise _Interrupted
             yield batch
