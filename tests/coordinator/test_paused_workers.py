@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.config.schema.strategy import Async, SyncPs
+from shoal.coordinator import Coordinator
 from shoal.protocol.messages import LONGEST_REASON, PAUSED
 from shoal.reporters.text_status import member_rows
 from shoal.runs.monitoring.members import MemberOverview
@@ -71,18 +72,34 @@ def test_after_a_restart_no_round_waits_for_a_paused_worker() -> None:
     assert again.coordinator.state.away == {}
 
 
+def status_of(coordinator: Coordinator, folder: Path) -> StatusWriter:
+    recorder: Any = SimpleNamespace(run=None, directory=SimpleNamespace(path=folder))
+    unused: Any = None
+    return StatusWriter(recorder, coordinator, unused, MemberOverview(coordinator, None, lambda text: None), unused)
+
+
 def test_after_a_restart_the_status_shows_who_has_paused_and_why(tmp_path: Path) -> None:
     cluster = Cluster(strategy_of(Async(), 1))
     worker = cluster.join("a")
     cluster.step(worker)
     pause(cluster, worker, "its computer is in use")
     coordinator = cluster.recovered().coordinator
-    recorder: Any = SimpleNamespace(run=None, directory=SimpleNamespace(path=tmp_path))
-    length: Any = None
-    status = StatusWriter(recorder, coordinator, length, MemberOverview(coordinator, None, cluster.notes.append), length)
-    (_, shown) = member_rows({"members": [], "gone": status.remember_gone([])})
+    (_, shown) = member_rows({"members": [], "gone": status_of(coordinator, tmp_path).remember_gone([])})
     assert shown[:2] == ("a", "paused: its computer is in use")
     assert "1" in shown, "what it contributed before"
+
+
+def test_the_status_tells_workers_that_left_from_those_that_vanished(tmp_path: Path) -> None:
+    cluster = Cluster(strategy_of(Async(), 2), 2)
+    polite, silent = cluster.join("a"), cluster.join("b")
+    status = status_of(cluster.coordinator, tmp_path)
+    status.remember_gone(status.members.read().rows)
+    polite.protocol.stop("it has had enough")
+    cluster.leave(polite)
+    cluster.pass_time(1e6)
+    assert silent.name not in cluster.coordinator.members.by_name
+    rows = status.remember_gone(status.members.read().rows)
+    assert {row["worker"]: row["state"] for row in rows} == {"a": "left", "b": "gone"}
 
 
 def test_the_contributions_of_a_worker_are_counted_over_all_its_sessions() -> None:

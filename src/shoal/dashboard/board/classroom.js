@@ -99,7 +99,7 @@ export class Classroom {
     find("class-workers-title").textContent = `${count} ${count === 1 ? "laptop" : "laptops"} ${this.over ? "helped" : count === 1 ? "helps" : "help"}`;
     find("class-workers-card").hidden = !rows.length && !view.run.status?.strategy;
     rows.sort((one, other) => other.did - one.did || (one.worker < other.worker ? -1 : 1));
-    fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(this.over ? { ...row, state: "left" } : row, row.did / whole)));
+    fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(this.over ? { ...row, state: "" } : row, row.did / whole)));
   }
 
   /** Show how to join while the run is not over. */
@@ -125,7 +125,7 @@ function laptop(row, share) {
   meter.max = 1;
   meter.value = share;
   meter.setAttribute("aria-label", `share of ${row.worker}`);
-  const text = row.state === "left" ? percent(share) : `${row.state}, ${percent(share)}`;
+  const text = row.state ? `${row.state}, ${percent(share)}` : percent(share);
   const line = make("div", gone ? "row gone" : "row", make("span", "", row.worker), make("span", "", text));
   return make("li", "", line, meter);
 }

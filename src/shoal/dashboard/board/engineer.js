@@ -128,7 +128,7 @@ export class Engineer {
   }
 
   showWorkers(view) {
-    const rows = view.workers.map((row) => (isAway(row) || row.state === "left" ? { ...row, heard_s: null } : row)), status = view.run.status ?? {};
+    const rows = view.workers.map((row) => (isAway(row) ? { ...row, heard_s: null } : row)), status = view.run.status ?? {};
     const card = this.card("workers", "Workers", rows.length > 0 || Boolean(status.strategy), true);
     if (card.table && far.has(card.body)) return;
     const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));

@@ -6,7 +6,7 @@ const SEEN = 20, MARGIN = 5, LATER_MS = 150;
 const WHOLE = new Intl.NumberFormat("en");
 
 /** Whether a worker is not here: it has left, or its computer's user needs it. */
-export const isAway = (row) => row.state === "gone" || String(row.state).startsWith("paused: ");
+export const isAway = (row) => row.state === "gone" || row.state === "left" || String(row.state).startsWith("paused: ");
 
 /** An element with a class and with texts or elements in it. */
 export function make(tag, className = "", ...content) {

@@ -164,7 +164,7 @@ class StatusWriter:
         return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
     def remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Workers that have left or paused, the last ones last."""
+        """Workers that have left, paused or vanished (`gone`), the last ones last."""
         connected, paused = {row["worker"]: row for row in rows}, self.members.paused()
         self._gone |= {name: row | {"state": "gone"} for name, row in self._workers_before.items() if name not in connected}
         for name in paused:  # also those that paused before the coordinator was started again
@@ -174,7 +174,8 @@ class StatusWriter:
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
         self._workers_before = connected
-        return [self._gone_row(row, paused.get(name, "gone")) for name, row in self._gone.items()]
+        lost = self.members.latest.lost
+        return [self._gone_row(row, paused.get(name, "gone" if name in lost else "left")) for name, row in self._gone.items()]
 
     def _gone_row(self, row: dict[str, Any], state: str) -> dict[str, Any]:
         """The last row of a worker that is not here. What it sent after that row was made is counted, too."""
