@@ -14,6 +14,7 @@ On a busy machine one seed came, with 3 % in chunks, to 1.022 times the loss of 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -74,8 +75,9 @@ class Outcome(NamedTuple):
 
 def parameters_in(output: str) -> int:
     """The number of parameters that a run reports at its start."""
-    line = next(line for line in output.splitlines() if " parameters, in " in line)
-    return int(line.split(" parameters")[0].split()[-1].replace(",", ""))
+    found = re.search(r"([\d,]+) trained parameters, in ", output)
+    assert found is not None, output
+    return int(found[1].replace(",", ""))
 
 
 def trained(settings: list[str], seed: int = 0) -> Outcome:
