@@ -8,7 +8,7 @@ from tests.support.bug_finder import Found, look
 from tests.support.planted_mistakes import MISTAKES
 
 MINUTES = 10
-"""How long to look for mistakes that nobody planted."""
+"""How long to look for mistakes that were not planted."""
 
 
 @pytest.mark.timeout(300)

@@ -47,7 +47,7 @@ class CommandLines:
                 self.seen.add(line)
 
     def showing(self, secrets: Mapping[str, str]) -> list[str]:
-        """What was shown that nobody else may see."""
+        """What was shown that only its owner may see."""
         return [f"{where}: {line}" for secret, where in secrets.items() for line in self.seen if secret in line]
 
 

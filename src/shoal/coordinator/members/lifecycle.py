@@ -15,6 +15,7 @@ from shoal.errors import printable
 from shoal.protocol.messages import PAUSED, PROTOCOL, Gone, Join
 
 _LONGEST_PAUSE_REASON = 80
+"""Characters of what a worker that pauses says, as in a database."""
 _UNSEATED = -1
 
 

@@ -17,7 +17,7 @@ MOST_NAMES = 100_000
 """Bound on remembered names, so that a client that joins under ever new names cannot fill the memory."""
 
 _MOST_REPLACED, _MOST_LOST = 16, 1000
-"""Characters of what a worker that pauses says, as in a database."""
+"""Processes that are remembered of each name, and names of workers that fell silent."""
 
 
 @dataclass
